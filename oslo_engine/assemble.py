@@ -1,0 +1,78 @@
+"""Putting the parts together: groups, plan, rewritten model, pipeline program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from oslo_engine.comm.mesh import Mesh, build_mesh
+from oslo_engine.comm.random import RandomStreams
+from oslo_engine.errors import BatchError
+from oslo_engine.pipeline.model_program import ModelProgram
+from oslo_engine.pipeline.orders import rank_of_stage
+from oslo_engine.policy.registry import find_policy
+from oslo_engine.policy.schema import Policy
+from oslo_engine.rewrite.apply import apply_plan
+from oslo_engine.rewrite.planning import plan_model
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def assemble(
+    model: Model,
+    parallel_class: type,
+    *,
+    tp: int,
+    pp: int,
+    policy: Policy | str | Path | None,
+    schedule: str,
+    micro_batch_size: int,
+    sequence_parallel: bool,
+    seed: int | None,
+) -> Model:
+    """Split a whole model in place; see ``api.parallelize`` for the arguments. Collective."""
+    check_micro_batch_size(micro_batch_size)
+    mesh = build_mesh(tp, pp)
+    chosen = None if tp * pp == 1 and policy is None else find_policy(policy, model.config.model_type)
+    layout = plan_model(
+        model,
+        chosen,
+        mesh.topology,
+        schedule=schedule,
+        rank_of_stage=rank_of_stage(schedule, pp) if pp > 1 else (0,),
+        sequence_parallel=sequence_parallel,
+    )
+    plan = layout.plan
+    streams = RandomStreams(_common_seed(seed, mesh), dp_rank=mesh.at.dp_rank, tp_rank=mesh.at.tp_rank, device=mesh.device)
+    state = apply_plan(
+        model,
+        plan,
+        mesh,
+        streams,
+        parallel_class=parallel_class,
+        outer_modules=layout.outer_modules,
+        defer_weight_gradients=schedule.startswith("zero-bubble") and plan.num_stages > 1,
+    )
+    state.micro_batch_size = micro_batch_size
+    if layout.flows is not None:
+        state.program = ModelProgram(model, state, layout.flows)
+    return model
+
+
+def check_micro_batch_size(size: int) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise BatchError("the micro-batch size must be a positive integer", expected=">= 1", got=repr(size))
+
+
+def _common_seed(seed: int | None, mesh: Mesh) -> int:
+    value = torch.initial_seed() if seed is None else seed
+    if mesh.topology.world_size == 1:
+        return value
+    # Through objects: seeds are unsigned 64-bit, and NCCL takes no CPU tensor.
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return int(box[0])

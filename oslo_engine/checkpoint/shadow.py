@@ -1,0 +1,244 @@
+"""Running a model's own constructor and initialisers while only about one whole parameter exists at a time.
+
+Parameters are ``meta`` tensors that stand for real values. Each operation on one is executed on its value, in the order of the
+program and so with the same random numbers; then all values but the one written last are reduced to what is to be kept of them.
+
+    whole     the value exists (just written, or the result of an operation on parameters)
+    kept      only what ``keep`` made of it exists; an elementwise operation can go on with that, others are refused
+    nothing   nobody wants it: operations that draw random numbers are executed on scratch memory, all others are skipped
+
+A value is found by the storage of the tensor, so that views, ``.data`` and ``detach()`` of a parameter reach it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from oslo_engine.checkpoint.skeleton import META, as_meta
+from oslo_engine.errors import UnsupportedError
+
+aten = torch.ops.aten
+
+# Operations that are not tagged as pointwise and yet treat every entry by itself.
+ENTRY_BY_ENTRY = {
+    aten.copy_.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.zero_.default,
+    aten.constant_pad_nd.default,
+    aten.index_put_.default,
+    aten.index_fill_.int_Scalar,
+    aten.masked_fill_.Scalar,
+}
+# Of the first argument only the shape, type and device count.
+SHAPE_ONLY = {
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+}
+# These write every entry whatever it was.
+OVERWRITING = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
+
+
+class Keep(Protocol):
+    """What is to be kept of a parameter: the slice of one rank."""
+
+    def cut(self, whole: Tensor) -> Tensor: ...
+
+    def restore(self, kept: Tensor, whole: Tensor) -> None:
+        """Write ``kept`` where ``cut`` took it from."""
+
+
+@dataclass(eq=False)
+class _Value:
+    """The value of one storage: ``flat`` is all of it, in memory of its own."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    numel: int
+    flat: Tensor | None
+    wanted: bool = True
+    keep: Keep | None = None
+    kept: Tensor | None = None
+    lost: bool = False  # entries outside ``kept`` are gone
+
+    def whole(self) -> Tensor:
+        assert self.flat is not None
+        return torch.as_strided(self.flat, self.shape, self.stride)
+
+    def open(self, *, restore: bool) -> Tensor:
+        if self.flat is None:
+            self.flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+            if restore and self.keep is not None and self.kept is not None:
+                self.keep.restore(self.kept, self.whole())
+            self.lost = restore
+        elif not restore:
+            self.lost = False
+        self.kept = None
+        return self.flat
+
+    def close(self) -> None:
+        if self.keep is not None and self.flat is not None:
+            self.kept = self.keep.cut(self.whole())
+        if self.keep is not None or not self.wanted:
+            self.flat = None
+
+
+
+class ShadowExecution(TorchDispatchMode):
+    """While it is on, operations on adopted parameters work as the module docstring says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[int, tuple[StorageWeakRef, _Value]] = {}  # by the address of the storage, which a weak reference reserves
+        self._results: set[int] = set()  # those of them that are results of operations
+        self._open: list[_Value] = []
+
+    def adopt(self, parameter: nn.Parameter, *, wanted: bool, keep: Keep | None = None) -> nn.Parameter:
+        """A meta parameter that stands for ``parameter``; its values are those of ``parameter``, or undefined if that is on meta.
+
+        Args:
+            wanted: whether its final value is asked for; ``keep`` says what of it (None: all).
+        """
+        with _disable_current_modes(), torch.no_grad():
+            value = self._value(parameter)
+            if value is None:
+                stand_in = as_meta(parameter)
+                value = self._add(stand_in, None if parameter.is_meta else parameter.detach())
+                parameter = stand_in
+            value.wanted, value.keep = wanted, keep
+            self._close_all_but([value])
+            self._open = [value]
+        return parameter
+
+    def result(self, parameter: Tensor, keep: Keep | None) -> Tensor:
+        """The final value of a parameter that was wanted, or what ``keep`` makes of it."""
+        value = self._value(parameter)
+        assert value is not None
+        with _disable_current_modes(), torch.no_grad():
+            if value.flat is None:
+                assert value.kept is not None
+                return value.kept
+            whole = torch.as_strided(value.flat, parameter.shape, parameter.stride(), parameter.storage_offset())
+            return whole if keep is None else keep.cut(whole)
+
+    # -- executing
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == META:  # device=parameter.device: where the value is
+            kwargs["device"] = next((v.device for t in _tensors((args, kwargs)) if (v := self._value(t))), torch.device("cpu"))
+        values = [value for tensor in _tensors((args, kwargs)) if (value := self._value(tensor)) is not None]
+        if not values or _is_view(func):
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        targets = [value for tensor in written if (value := self._value(tensor)) is not None]
+        if not random and targets and len(targets) == len(written) and not any(value.wanted for value in targets):
+            return written[0]
+        self._check_entries(func, values, into_real=len(targets) < len(written))
+        real_args, real_kwargs = pytree.tree_map(lambda leaf: self._real(leaf, func, written, random), (args, kwargs))
+        out = func(*real_args, **real_kwargs)
+        self._close_all_but(targets)
+        self._open = targets
+        return written[0] if written else pytree.tree_map(self._stand_in, out)
+
+    def _real(self, leaf: Any, func: Any, written: list[Tensor], random: bool) -> Any:
+        """The real tensor for a stand-in; other arguments unchanged."""
+        value = self._value(leaf) if isinstance(leaf, Tensor) else None
+        if value is None:
+            return leaf
+        overwritten = (random or func in OVERWRITING) and any(leaf is tensor for tensor in written) and leaf.numel() == value.numel
+        flat = value.open(restore=not overwritten)
+        if value not in self._open:
+            self._open.append(value)
+        return torch.as_strided(flat.view(leaf.dtype), leaf.shape, leaf.stride(), leaf.storage_offset())
+
+    def _check_entries(self, func: Any, values: list[_Value], into_real: bool) -> None:
+        incomplete = [value for value in values if value.lost or (value.flat is None and (value.keep is not None or not value.wanted))]
+        by_entry = func in ENTRY_BY_ENTRY or torch.Tag.pointwise in func.tags or torch.Tag.nondeterministic_seeded in func.tags
+        if incomplete and func not in SHAPE_ONLY and (into_real or not by_entry):
+            raise UnsupportedError(
+                "an initialiser computes with a whole parameter after others were initialised",
+                where=str(func),
+                got=f"a parameter of shape {tuple(incomplete[0].shape)}",
+                hint="build the model whole and pass it to parallelize",
+            )
+
+    def _stand_in(self, out: Any) -> Any:
+        """A meta tensor for the result of an operation on parameters: code may go on with it, or make it a parameter's ``.data``."""
+        if not isinstance(out, Tensor):
+            return out
+        for key in [key for key in self._results if self._values[key][0].expired()]:
+            del self._values[key]
+            self._results.discard(key)
+        out = out.contiguous()
+        stand_in = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=META)
+        self._add(stand_in, out)
+        self._results.add(stand_in.untyped_storage()._cdata)
+        return stand_in
+
+    # -- values
+
+    def _add(self, stand_in: Tensor, real: Tensor | None) -> _Value:
+        storage = stand_in.untyped_storage()
+        numel = storage.nbytes() // stand_in.dtype.itemsize
+        if real is not None and (real.storage_offset() or real.untyped_storage().nbytes() != storage.nbytes()):
+            copy = torch.empty(numel, dtype=real.dtype, device=real.device)
+            torch.as_strided(copy, stand_in.shape, stand_in.stride()).copy_(real)
+            real = copy
+        value = _Value(
+            stand_in.shape,
+            stand_in.stride(),
+            stand_in.dtype,
+            torch.empty(0).device if real is None else real.device,
+            numel,
+            None if real is None else torch.as_strided(real, (numel,), (1,)),
+        )
+        self._values[storage._cdata] = (StorageWeakRef(storage), value)
+        return value
+
+    def _value(self, tensor: Tensor) -> _Value | None:
+        if not tensor.is_meta:
+            return None
+        found = self._values.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found[1]
+
+    def _close_all_but(self, values: list[_Value]) -> None:
+        for value in self._open:
+            if value not in values:
+                value.close()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _is_view(func: Any) -> bool:
+    return any(argument.alias_info is not None and not argument.alias_info.is_write for argument in func._schema.arguments)
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    written: list[Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += _tensors(args[position] if position < len(args) else kwargs.get(argument.name))
+    return written

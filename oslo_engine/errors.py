@@ -1,0 +1,80 @@
+"""The exceptions users of oslo_engine can meet.
+
+Every message answers five questions, each on its own line where it has an answer: what went wrong, where, what was expected,
+what was found, and what to do about it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class OsloError(Exception):
+    """Base of all errors raised on purpose.
+
+    Args:
+        what: one sentence that says what is wrong.
+        where: module, parameter, file:line or rank that it concerns.
+        expected: what would have been right.
+        got: what was found instead.
+        hint: what the user can do about it.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        expected: Any = None,
+        got: Any = None,
+        hint: str | None = None,
+    ) -> None:
+        self.what, self.where, self.expected, self.got, self.hint = what, where, expected, got, hint
+        lines = [what]
+        for label, value in (("where", where), ("expected", expected), ("got", got), ("hint", hint)):
+            if value is not None:
+                lines.append(f"  {label}: {value}")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.what, self.where, self.expected, self.got, self.hint)
+
+
+def _rebuild(cls: type[OsloError], what: str, where: Any, expected: Any, got: Any, hint: Any) -> OsloError:
+    return cls(what, where=where, expected=expected, got=got, hint=hint)
+
+
+class TopologyError(OsloError, ValueError):
+    """The sizes of tp, pp, dp and the world do not fit together."""
+
+
+class PolicyError(OsloError, ValueError):
+    """A policy file is wrong or does not fit the model; ``where`` is file:line."""
+
+
+class PlanError(OsloError, ValueError):
+    """A model cannot be laid out as asked (head counts, stages, ties, unsupported modules)."""
+
+
+class BatchError(OsloError, ValueError):
+    """A batch cannot be run: lengths differ, too few rows, no labels."""
+
+
+class PipelineError(OsloError, RuntimeError):
+    """The pipeline loop was used in an order that cannot work."""
+
+
+class ShardedLogitsError(OsloError, RuntimeError):
+    """An operation needs the whole vocabulary while this rank holds a slice of it."""
+
+
+class CheckpointError(OsloError, RuntimeError):
+    """A checkpoint is missing, incomplete, altered or foreign; ``where`` is the file."""
+
+
+class MissingDependencyError(OsloError, ImportError):
+    """An optional package is needed; ``hint`` is the pip command."""
+
+
+class UnsupportedError(OsloError, NotImplementedError):
+    """A setting that this combination of model and layout does not support."""

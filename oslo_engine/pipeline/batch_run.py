@@ -1,0 +1,285 @@
+"""One batch on one rank: walking its list of actions.
+
+A rank that stops in the middle of a batch, for whatever reason, would leave the others waiting. So it walks the rest of its
+list *empty*: it computes nothing, sends nothing in a form that its neighbours can receive, and receives what they send. At the
+end of every batch all ranks exchange how it went; only if it went well everywhere do gradients reach the parameters. So an
+exception on one rank becomes an error of this batch on all of them, and the next batch starts clean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from oslo_engine.comm.p2p import PipelineLinks
+from oslo_engine.errors import OsloError, PipelineError
+from oslo_engine.layers.deferred import WeightGradient, collect_weight_gradients, deferrable
+from oslo_engine.pipeline.accumulate import GradientBuffer
+from oslo_engine.pipeline.autocast import AutocastState
+from oslo_engine.pipeline.cuts import Cuts
+from oslo_engine.pipeline.losses import Losses
+from oslo_engine.pipeline.micro_batch import MicroBatch
+from oslo_engine.pipeline.orders import Action, ActionKind, Orders
+from oslo_engine.pipeline.stage_program import StageProgram
+from oslo_engine.pipeline.timeline import Event, noted
+
+
+class _PeerStopped(Exception):
+    """Another rank has announced that it sends nothing any more."""
+
+
+class _Flight(NamedTuple):
+    """A stage and micro-batch between its forward and its backward."""
+
+    received: tuple[Tensor, ...]
+    sent: tuple[Tensor, ...]
+
+
+class BatchRun:
+    """Executes one rank's actions for one batch.
+
+    Args:
+        training: whether backwards follow; they need a loss from the last stage.
+        keep_outputs: keep what the last stage returns, detached, in ``outputs`` (by micro-batch).
+        timeline: where to note what was computed when; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        links: PipelineLinks,
+        orders: Orders,
+        micros: Sequence[MicroBatch],
+        *,
+        device: torch.device,
+        serial: int,
+        training: bool,
+        keep_outputs: bool,
+        autocast: AutocastState,
+        timeline: list[Event] | None = None,
+    ) -> None:
+        self.actions = orders.actions[links.axis.rank]
+        self.micros, self.position, self.closed = micros, 0, False
+        self.outputs: dict[int, Any] = {}
+        self.loss_gradients: dict[int, Tensor] = {}  # what the user's backward starts with; 1 where missing
+        self._program, self._links, self._orders, self._device, self._serial = program, links, orders, device, serial
+        self._training, self._keep_outputs, self._autocast, self._timeline = training, keep_outputs, autocast, timeline
+        self._cuts = Cuts(links, orders, device, serial)
+        self._empty = False
+        self._parameters = program.parameters() if training else []
+        self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        self._sums = GradientBuffer(len(self._parameters))
+        self._losses = Losses(links, source=orders.rank_of_stage[-1], serial=serial, device=device)
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        self._queues: dict[tuple[int, int], list[WeightGradient]] = {}
+        zero_bubble = any(action.kind is ActionKind.BACKWARD_WEIGHT for action in self.actions)
+        self._preparing: Callable[[], AbstractContextManager[None]] = deferrable if zero_bubble else nullcontext
+
+    # What the drivers call
+
+    def advance(self, stop: int) -> None:
+        """Execute the actions before index ``stop``.
+
+        Raises:
+            PipelineError: another rank has stopped, or does not answer.
+            Exception: what a stage of this rank raised.
+        """
+        with self._ending_on_failure():
+            self._walk(stop)
+
+    def loss(self, index: int) -> Tensor:
+        """The weighted loss of a micro-batch, detached, as every rank sees it. Waits for the last stage."""
+        with self._ending_on_failure():
+            loss = self._losses.wait_for(index)
+            if loss is None:
+                raise _PeerStopped
+        return loss
+
+    def finish(self) -> None:
+        """Close a batch whose actions are all executed.
+
+        Raises:
+            PipelineError: some rank has stopped in the middle of it.
+
+        Communication: see ``PipelineLinks.agree``.
+        """
+        with self._ending_on_failure():
+            assert self.position == len(self.actions), "actions are left"
+            problems = self._settle(None)
+        if problems:
+            raise _stopped_elsewhere(problems)
+
+    def abandon(self, problem: str) -> None:
+        """Leave the batch; nothing of it reaches the parameters. Does nothing once the batch is closed."""
+        if not self.closed:
+            self._end(problem)
+
+    def take_gradients(self) -> list[Tensor | None]:
+        """The gradients of the batch, for ``program.parameters()`` in their order."""
+        return self._program.finish_gradients(self._sums.take())
+
+    # Leaving early
+
+    @contextmanager
+    def _ending_on_failure(self) -> Iterator[None]:
+        if self.closed:
+            raise PipelineError("this batch has been left already", hint="call the model again")
+        try:
+            yield
+        except _PeerStopped:
+            raise _stopped_elsewhere(self._end(None)) from None
+        except Exception as error:
+            self._end(_describe(error))
+            raise
+        except BaseException as error:  # an interrupt: do not wait for anybody any more
+            self.closed = True
+            self._links.give_up(f"interrupted by {type(error).__name__}")
+            raise
+
+    def _end(self, problem: str | None) -> dict[int, str]:
+        """Walk the rest empty and close the batch; the problems of all ranks. The action that failed is walked again, empty."""
+        self._empty = True
+        self._cuts.stop()
+        self._flights.clear()
+        self._queues.clear()
+        self.outputs.clear()
+        self._sums.take()
+        try:
+            self._walk(len(self.actions))
+            while self._training and len(self._losses) < len(self.micros):
+                self._losses.receive()
+            return self._settle(problem)
+        except PipelineError:
+            if self._links.failure is None:
+                raise
+            return {}  # the links refuse their next use with the reason; what happened before matters more here
+        finally:
+            self.closed = True
+
+    def _settle(self, problem: str | None) -> dict[int, str]:
+        self._links.wait_for_sends()
+        problems = self._links.agree(self._serial, problem)
+        self.closed = True
+        return problems
+
+    # Actions
+
+    def _walk(self, stop: int) -> None:
+        while self.position < stop:
+            action = self.actions[self.position]
+            self._execute(action, self.micros[action.micro])
+            self.position += 1
+
+    def _execute(self, action: Action, micro: MicroBatch) -> None:
+        match action.kind:
+            case ActionKind.FORWARD:
+                self._forward(action, micro)
+            case ActionKind.BACKWARD:
+                self._backward(action, micro)
+            case ActionKind.BACKWARD_INPUT:
+                self._backward_input(action, micro)
+            case ActionKind.BACKWARD_WEIGHT:
+                self._backward_weight(action, micro)
+            case ActionKind.SEND_FORWARD:
+                self._cuts.send_values(action.stage, micro)
+            case ActionKind.RECEIVE_FORWARD:
+                self._cuts.receive_values(action.stage, micro)
+            case ActionKind.SEND_BACKWARD:
+                self._cuts.send_gradients(action.stage, micro)
+            case ActionKind.RECEIVE_BACKWARD:
+                self._cuts.receive_gradients(action.stage, micro)
+
+    def _forward(self, action: Action, micro: MicroBatch) -> None:
+        stage, last = action.stage, action.stage == self._orders.num_stages - 1
+        if self._empty:
+            self._cuts.discard(stage, micro)
+            if last and self._training and len(self._losses) == micro.index:
+                self._losses.tell(None)
+            return
+        with torch.set_grad_enabled(self._training):
+            received = self._cuts.take_values(stage, micro)
+            if received is None:
+                raise _PeerStopped
+            with self._autocast.applied(), self._preparing(), self._timed(action):
+                result = self._program.run(stage, received, micro)
+            if last:
+                self._end_of_model(received, result, micro)
+                return
+        self._cuts.leave_values(stage, micro, result)
+        if self._training:
+            self._flights[stage, micro.index] = _Flight(received, result)
+
+    def _end_of_model(self, received: tuple[Tensor, ...], result: Any, micro: MicroBatch) -> None:
+        if self._keep_outputs:
+            self.outputs[micro.index] = pytree.tree_map_only(Tensor, Tensor.detach, result)
+        if not self._training:
+            return
+        loss = getattr(result, "loss", None)
+        if loss is None:
+            raise PipelineError("the model returned no loss", expected="an output with .loss", got=type(result).__name__)
+        # Without a label the mean over labels is not a number, and neither is its gradient: such a micro-batch takes no part.
+        weighted = loss * micro.weight if micro.weight else torch.zeros_like(loss.detach())
+        stage = self._orders.num_stages - 1
+        self._flights[stage, micro.index] = _Flight(received, (weighted,))
+        self._losses.tell(weighted.detach())
+
+    def _backward(self, action: Action, micro: MicroBatch) -> None:
+        if self._empty:
+            self._cuts.discard(action.stage, micro)
+            return
+        flight = self._flights.pop((action.stage, micro.index))
+        outputs = [value for value in flight.sent if value.requires_grad]
+        gradients = self._gradients_of(action.stage, micro, outputs)
+        wanted = [value for value in flight.received if value.requires_grad]
+        found: Sequence[Tensor | None] = [None] * (len(self._parameters) + len(wanted))
+        if outputs and found:
+            with self._autocast.off(), self._timed(action):
+                found = torch.autograd.grad(outputs, [*self._parameters, *wanted], gradients, allow_unused=True)
+        self._sums.add_all(found[: len(self._parameters)])
+        if action.stage > 0:
+            back = zip(wanted, found[len(self._parameters) :], strict=True)
+            filled = [torch.zeros_like(value) if gradient is None else gradient for value, gradient in back]
+            self._cuts.leave_gradients(action.stage, micro, tuple(filled))
+
+    def _gradients_of(self, stage: int, micro: MicroBatch, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if stage < self._orders.num_stages - 1:
+            return self._cuts.take_gradients(stage, micro)
+        given = self.loss_gradients.get(micro.index)
+        return tuple(torch.ones_like(loss) if given is None else given.to(loss.dtype).view_as(loss) for loss in outputs)
+
+    def _backward_input(self, action: Action, micro: MicroBatch) -> None:
+        with collect_weight_gradients() as queue:
+            self._backward(action, micro)
+        self._queues[action.stage, micro.index] = queue
+
+    def _backward_weight(self, action: Action, micro: MicroBatch) -> None:
+        if self._empty:
+            return
+        queue = self._queues.pop((action.stage, micro.index))
+        with torch.no_grad(), self._autocast.off(), self._timed(action):
+            while queue:
+                entry = queue.pop()  # its tensors can be freed after this
+                index = self._index.get(id(entry.weight))
+                if index is not None:
+                    self._sums.add(index, entry.compute())
+
+    def _timed(self, action: Action) -> AbstractContextManager[None]:
+        return nullcontext() if self._timeline is None else noted(action, self._timeline, self._device)
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error.what if isinstance(error, OsloError) else error}"
+
+
+def _stopped_elsewhere(problems: dict[int, str]) -> PipelineError:
+    return PipelineError(
+        "another rank of the pipeline stopped in the middle of this batch",
+        where=", ".join(f"pp rank {rank}" for rank in problems) or None,
+        got="; ".join(problems.values()) or None,
+        hint="the gradients of this batch are discarded on every rank; the next batch can run",
+    )

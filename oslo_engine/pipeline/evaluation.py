@@ -1,0 +1,131 @@
+"""Forward without gradients: a batch goes through the stages, and every rank gets the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from oslo_engine.comm.collectives import Axis
+from oslo_engine.errors import UnsupportedError
+from oslo_engine.pipeline.ghost_cache import find_cache
+from oslo_engine.pipeline.micro_batch import MicroBatch, split_batch, weigh_by_labels
+
+if TYPE_CHECKING:
+    from oslo_engine.pipeline.model_program import ModelProgram
+
+
+def evaluate(program: ModelProgram, module: nn.Module, kwargs: Mapping[str, Any]) -> Any:
+    """Run the model, or a part of it that generate calls by itself (the encoder), over all stages.
+
+    The batch is cut into micro-batches; with a cache it goes as one, since a cache holds the rows of one batch.
+
+    Args:
+        kwargs: of the module's forward, the same on every rank.
+
+    Returns:
+        What ``module`` returns for the whole batch, on every rank; its cache is the rank's own. While ``generate`` runs, the logits are
+        zeros except where the next token is chosen.
+
+    Raises:
+        UnsupportedError: a cache is wanted but none is given.
+
+    Communication: values between stages; the outputs from the last stage's rank to the other pp ranks.
+    """
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    cache = find_cache(given)
+    if cache is None:
+        if given.get("use_cache"):
+            raise UnsupportedError(
+                "a pipeline cannot return a cache that it was not given",
+                got="use_cache=True without a cache",
+                hint="pass a cache (DynamicCache(config=model.config)), or let model.generate make it",
+            )
+        if "use_cache" in given or module is program.model:
+            given["use_cache"] = False
+    micros = _micro_batches(program, given, whole=cache is not None)
+    if any("label" in name for name in given):
+        micros = weigh_by_labels(micros, shift_labels=program.shifts_labels)
+    program.runtime.refuse_open_loop()
+    program.begin(module, given)
+    outputs = program.runtime.evaluate(micros)
+    merged = None if outputs is None else _merge(outputs, micros)
+    axis, source = program.runtime.links.axis, program.state.plan.rank_of_stage[-1]
+    return _share(merged, axis, source, cache, keep_logits=not program.decoding, device=program.runtime.device)
+
+
+def _micro_batches(program: ModelProgram, given: Mapping[str, Any], *, whole: bool) -> list[MicroBatch]:
+    rows = max((leaf.shape[0] for leaf in pytree.tree_leaves(dict(given)) if isinstance(leaf, Tensor) and leaf.ndim), default=1)
+    micros = split_batch({name: v for name, v in given.items() if not isinstance(v, Cache)}, rows if whole else program.state.micro_batch_size)
+    if whole:
+        only = micros[0]
+        return [MicroBatch(only.index, dict(given), only.weight, only.signature)]
+    return micros
+
+
+def _merge(outputs: Sequence[Any], micros: Sequence[MicroBatch]) -> Any:
+    """One output for the whole batch: rows one after another, losses weighted by their share."""
+    if len(outputs) == 1:
+        return outputs[0]
+    weights = None
+    flat = [pytree.tree_flatten(output, is_leaf=lambda leaf: isinstance(leaf, Cache)) for output in outputs]
+    merged = []
+    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
+        first = leaves[0]
+        if not isinstance(first, Tensor):
+            merged.append(first)
+        elif first.ndim:
+            merged.append(torch.cat(leaves))
+        else:
+            weights = weights or [micro.weight for micro in micros]
+            merged.append(sum(leaf * weight for leaf, weight in zip(leaves, weights, strict=True)))
+    return pytree.tree_unflatten(merged, flat[0][1])
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A tensor of an output, for ranks that do not have it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _OwnCache:
+    """Stands for the cache in an output that travels: every rank has its own."""
+
+
+def _share(output: Any, axis: Axis, source: int, cache: Cache | None, *, keep_logits: bool, device: torch.device) -> Any:
+    """Give every pp rank the output that the source has."""
+    is_cache = lambda leaf: isinstance(leaf, Cache)  # noqa: E731
+    box: list[Any] = [None]
+    tensors: list[Tensor] = []
+    if axis.rank == source:
+        leaves, structure = pytree.tree_flatten(output, is_leaf=is_cache)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        described = [
+            _Described(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else _OwnCache() if is_cache(leaf) else leaf
+            for leaf in leaves
+        ]
+        box = [pytree.tree_unflatten(described, structure)]
+    dist.broadcast_object_list(box, group=axis.group, group_src=source, device=torch.device("cpu") if device.type == "cpu" else device)
+    leaves, structure = pytree.tree_flatten(box[0])
+    received = iter(tensors)
+    filled: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, _OwnCache):
+            filled.append(cache)
+        elif not isinstance(leaf, _Described):
+            filled.append(leaf)
+        elif keep_logits:
+            tensor = next(received).contiguous() if axis.rank == source else torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+            dist.broadcast(tensor, group=axis.group, group_src=source)
+            filled.append(tensor)
+        else:
+            filled.append(next(received) if axis.rank == source else torch.zeros((), dtype=leaf.dtype, device=device).expand(leaf.shape))
+    return pytree.tree_unflatten(filled, structure)

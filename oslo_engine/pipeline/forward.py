@@ -1,0 +1,61 @@
+"""What calling a parallelized model does: one split forward, or a batch through the pipeline."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oslo_engine.comm.collectives import all_reduce_together
+from oslo_engine.comm.random import has_dropout
+from oslo_engine.errors import BatchError
+from oslo_engine.rewrite.state import parallel_state
+
+
+def run_forward(model: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forward of a parallelized model.
+
+    Args:
+        original: the forward of its class, unbound.
+
+    Returns:
+        Without a pipeline what ``original`` returns; with one a ``PipelineLoop`` where gradients are wanted, else the outputs of the
+        whole batch on every rank.
+    """
+    state = parallel_state(model)
+    if state.program is not None and state.switch.current is None:
+        return state.program.forward(_by_name(original, model, args, kwargs))
+    if state.program is None and model.training and state.mesh.model.size > 1:
+        state.streams.next_step(has_dropout(model))
+        with state.streams.batch():
+            return original(model, *args, **kwargs)
+    return original(model, *args, **kwargs)
+
+
+def train_step(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """See ``ParallelMethods.train_step``."""
+    state = parallel_state(model)
+    if state.program is not None:
+        loss: Tensor = state.program.train_step(batch)
+    else:
+        whole = model(**batch).loss
+        if whole is None:
+            raise BatchError("a batch without labels cannot be trained on", got=", ".join(sorted(batch)), hint="pass labels=...")
+        whole.backward()
+        loss = whole.detach()
+    if state.mesh.dp.size > 1:
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        with torch.no_grad():
+            all_reduce_together(gradients, state.mesh.dp.group)
+            torch._foreach_div_(gradients, float(state.mesh.dp.size))
+    return loss
+
+
+def _by_name(original: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    if not args:
+        return kwargs
+    names = list(inspect.signature(original).parameters)[1:]
+    return {**dict(zip(names, args, strict=False)), **kwargs}

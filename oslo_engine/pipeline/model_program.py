@@ -1,0 +1,201 @@
+"""A parallelized model as the pipeline runtime sees it: its stages, its shared gradients, and what calling it does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from oslo_engine.comm.collectives import all_reduce_together
+from oslo_engine.comm.p2p import PipelineLinks
+from oslo_engine.comm.random import has_dropout
+from oslo_engine.errors import UnsupportedError
+from oslo_engine.pipeline.evaluation import evaluate
+from oslo_engine.pipeline.loop import PipelineLoop, open_loop, train_step
+from oslo_engine.pipeline.micro_batch import MicroBatch, split_batch, weigh_by_labels
+from oslo_engine.pipeline.runtime import PipelineRuntime
+from oslo_engine.pipeline.stage import StageDone, StageRun
+from oslo_engine.rewrite.dataflow import DataFlow
+from oslo_engine.rewrite.flows import FlowBook
+from oslo_engine.rewrite.state import ParallelState
+
+_COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+class ModelProgram:
+    """The stages of this rank (a ``StageProgram``), and the entry points of the model's forward.
+
+    Args:
+        model: rewritten for this rank.
+        state: of the model.
+        flows: what crosses the cuts.
+
+    Communication: collective over the world when created (process groups).
+    """
+
+    def __init__(self, model: PreTrainedModel, state: ParallelState, flows: FlowBook) -> None:
+        self.model, self.state, self.flows = model, state, flows
+        self.num_stages = state.plan.num_stages
+        mesh = state.mesh
+        links = PipelineLinks.create(mesh.topology.groups("pp"), mesh.timeout)
+        self.runtime = PipelineRuntime(self, links, schedule=state.plan.schedule, device=mesh.device)
+        self._shared = _SharedGradients(model, state)
+        self.shifts_labels = flows.shifts_labels()
+        self._call: _Call | None = None
+        self.decoding = False  # whether generate() is running: then only token ids travel, not logits
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelProgram:
+        raise UnsupportedError("a model that was split into a pipeline cannot be copied", hint="copy it before parallelize")
+
+    # What the runtime calls
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def run(self, stage: int, received: tuple[Tensor, ...], micro: MicroBatch) -> tuple[Tensor, ...] | Any:
+        call, state = self._call, self.state
+        assert call is not None
+        run = StageRun(self.model, self.flows.twin, call.flow, stage, received, state.streams)
+        if run.only_relays:
+            return run.outgoing()
+        with state.switch.handled_by(run), state.streams.batch(micro.index):
+            try:
+                output = call.module(**micro.kwargs)
+            except StageDone:
+                return run.outgoing()
+        return output
+
+    def finish_gradients(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        return self._shared.sum(self.parameters(), gradients)
+
+    # What the user calls
+
+    def forward(self, kwargs: dict[str, Any]) -> Any:
+        """The model's forward: a ``PipelineLoop`` where gradients are enabled, else the outputs of the whole batch."""
+        self._refuse_collected(kwargs)
+        if not torch.is_grad_enabled():
+            return evaluate(self, self.model, kwargs)
+        return self.open_loop(kwargs)
+
+    def open_loop(self, batch: Mapping[str, Any]) -> PipelineLoop:
+        micros = self._training_batch(batch)
+        return open_loop(self.runtime, micros)
+
+    def train_step(self, batch: Mapping[str, Any]) -> Tensor:
+        self._refuse_collected(batch)
+        return train_step(self.runtime, self._training_batch(batch))
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """While ``generate`` runs only token ids travel: logits stay on the rank that chooses."""
+        before, self.decoding = self.decoding, True
+        try:
+            yield
+        finally:
+            self.decoding = before
+
+    def callable_part(self, module: nn.Module) -> Callable[..., Any]:
+        """A part of the model that can be called by itself, over the stages that hold its blocks (the encoder, in ``generate``)."""
+
+        @functools.wraps(module.forward)
+        def call(**kwargs: Any) -> Any:
+            with torch.no_grad():
+                return evaluate(self, module, kwargs)
+
+        call.forward = call  # type: ignore[attr-defined]  # its signature is read
+        return call
+
+    def begin(self, module: nn.Module, kwargs: Mapping[str, Any]) -> None:
+        """Look up the data flow of the call that comes next.
+
+        Raises:
+            UnsupportedError: it needs parameters that this layout did not give to the stages.
+        """
+        root = "" if module is self.model else next(name for name, m in self.model.named_modules() if m is module)
+        flow = self.flows.flow(kwargs, training=self.model.training, root=root)
+        self._check_held(flow)
+        self._call = _Call(module, flow)
+        if self.model.training:
+            self.state.streams.next_step(has_dropout(self.model))
+
+    def _training_batch(self, batch: Mapping[str, Any]) -> list[MicroBatch]:
+        self.runtime.refuse_open_loop()
+        kwargs = {name: value for name, value in batch.items() if value is not None}
+        kwargs["use_cache"] = False
+        micros = weigh_by_labels(split_batch(kwargs, self.state.micro_batch_size), shift_labels=self.shifts_labels)
+        self.runtime.check(micros)
+        self.begin(self.model, kwargs)
+        return micros
+
+    def _refuse_collected(self, kwargs: Mapping[str, Any]) -> None:
+        wanted = [name for name in _COLLECTED if kwargs.get(name, getattr(self.model.config, name, False))]
+        if wanted:
+            raise UnsupportedError(
+                "what a model collects inside its blocks is not gathered from the pipeline's stages",
+                got=", ".join(f"{name}=True" for name in wanted),
+                hint="leave it off, or use pp=1",
+            )
+
+    def _check_held(self, flow: DataFlow) -> None:
+        for stage in self.state.plan.stages_of(self.state.mesh.at.pp_rank):
+            for name in flow.live_parameters[stage]:
+                tensor = self.state.plan.tensor(name)
+                if stage not in tensor.stages:
+                    raise UnsupportedError(
+                        "this call needs a parameter on a stage that does not hold it",
+                        where=f"{name}, stage {stage}",
+                        expected=f"use on stages {tensor.stages}",
+                        hint="the stages were planned for training and generation with ordinary arguments; use pp=1 for this call",
+                    )
+
+
+class _Call:
+    """The call that is running: the model, or its encoder called by generate, with its data flow."""
+
+    def __init__(self, module: nn.Module, flow: DataFlow) -> None:
+        self.module, self.flow = module, flow
+
+
+class _SharedGradients:
+    """Sums the gradients of parameters that several pipeline ranks hold: ties, norms and projections outside the blocks.
+
+    Communication: one group per set of holders, made at the start by all ranks in the same order.
+    """
+
+    def __init__(self, model: nn.Module, state: ParallelState) -> None:
+        plan, mesh = state.plan, state.mesh
+        self._group_of: dict[int, int] = {}
+        self._groups: list[Any] = []
+        sets = list(dict.fromkeys(holders for tensor in plan.parameters if len(holders := plan.holders(tensor)) > 1))
+        for holders in sets:
+            mine = None
+            for ranks in mesh.topology.groups("pp"):
+                group = dist.new_group([ranks[holder] for holder in holders], timeout=mesh.timeout)
+                if dist.get_rank() in ranks and mesh.at.pp_rank in holders:
+                    mine = group
+            self._groups.append(mine)
+        for name, parameter in model.named_parameters():
+            holders = plan.holders(plan.tensor(name))
+            if len(holders) > 1:
+                self._group_of[id(parameter)] = sets.index(holders)
+
+    def sum(self, parameters: list[nn.Parameter], gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Args and returns: one gradient per parameter, None where there is none."""
+        together: dict[int, list[int]] = {}
+        for index, parameter in enumerate(parameters):
+            group = self._group_of.get(id(parameter))
+            if group is not None:
+                together.setdefault(group, []).append(index)
+        for group in sorted(together):
+            for index in together[group]:
+                if gradients[index] is None:
+                    gradients[index] = torch.zeros_like(parameters[index])
+            tensors = [gradient for index in together[group] if (gradient := gradients[index]) is not None]
+            all_reduce_together(tensors, self._groups[group])
+        return gradients

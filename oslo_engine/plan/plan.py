@@ -1,0 +1,135 @@
+"""The plan: pure data that says what every rank holds. Built on ``meta``, without a process group."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from oslo_engine.shards import Shard
+from oslo_engine.topology import Coordinate, Topology
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One logical tensor: a parameter (tied names are one), or a buffer.
+
+    name, aliases: its first name, and all of them.
+    shape, dtype: of the whole tensor.
+    shard: how the tp ranks divide it; None where each holds the whole.
+    stages: the pipeline stages that hold it.
+    partial: whether each tp rank's gradient is a partial sum (uncut parameters inside a region).
+    persistent: whether it belongs to the state dict.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    shard: Shard | None = None
+    stages: tuple[int, ...] = (0,)
+    partial: bool = False
+    is_buffer: bool = False
+    persistent: bool = True
+
+    def local_shape(self, tp_rank: int) -> tuple[int, ...]:
+        return self.shape if self.shard is None else self.shard.local_shape(self.shape, tp_rank)
+
+
+@dataclass(frozen=True)
+class RegionPlan:
+    """One matched region.
+
+    scope: module whose ``inputs`` (arguments of its forward) enter.
+    columns, rows: the modules cut; attributes: (module, attribute, value on each tp rank).
+    """
+
+    name: str
+    scope: str
+    inputs: tuple[str, ...]
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    attributes: tuple[tuple[str, str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class BlockCallPlan:
+    """One call of a repeated block: its ``nth`` (from 0), and the stage that runs it."""
+
+    block: str
+    nth: int
+    stage: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each rank of a topology holds and runs.
+
+    embeddings, heads: vocabulary-parallel modules with the vocabulary rows of each tp rank.
+    calls: the block calls of a forward in order, with their stages.
+    rank_of_stage: the pp rank that runs each stage.
+    """
+
+    policy: str
+    model: str
+    topology: Topology
+    schedule: str
+    sequence_parallel: bool
+    num_stages: int
+    rank_of_stage: tuple[int, ...]
+    tensors: tuple[TensorPlan, ...]
+    regions: tuple[RegionPlan, ...]
+    embeddings: tuple[tuple[str, tuple[int, ...]], ...]
+    heads: tuple[tuple[str, tuple[int, ...]], ...]
+    stacks: tuple[tuple[str, tuple[str, ...]], ...]
+    calls: tuple[BlockCallPlan, ...]
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        return tuple(block for _, blocks in self.stacks for block in blocks)
+
+    @property
+    def parameters(self) -> tuple[TensorPlan, ...]:
+        return tuple(tensor for tensor in self.tensors if not tensor.is_buffer)
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == pp_rank)
+
+    def holders(self, tensor: TensorPlan) -> tuple[int, ...]:
+        """The pp ranks that hold a tensor, ascending."""
+        return tuple(sorted({self.rank_of_stage[stage] for stage in tensor.stages}))
+
+    def held_by(self, pp_rank: int) -> Iterator[TensorPlan]:
+        return (tensor for tensor in self.tensors if pp_rank in self.holders(tensor))
+
+    def tensor(self, name: str) -> TensorPlan:
+        """The tensor that has this name or alias.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return self._by_name[name]
+
+    @property
+    def _by_name(self) -> dict[str, TensorPlan]:
+        table: dict[str, TensorPlan] | None = self.__dict__.get("_table")
+        if table is None:
+            table = {alias: tensor for tensor in self.tensors for alias in tensor.aliases}
+            object.__setattr__(self, "_table", table)
+        return table
+
+    def numel_on(self, at: Coordinate) -> int:
+        """Parameters held by one rank."""
+        total = 0
+        for tensor in self.held_by(at.pp_rank):
+            if not tensor.is_buffer:
+                count = 1
+                for size in tensor.local_shape(at.tp_rank):
+                    count *= size
+                total += count
+        return total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON (golden files, ``layout.json``)."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,149 @@
+"""Carrying out a plan on this rank's model. The only code that changes a model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from oslo_engine.comm.mesh import Mesh
+from oslo_engine.comm.random import RandomStreams
+from oslo_engine.errors import PolicyError
+from oslo_engine.layers.deferred import DeferredConv1D, DeferredLinear
+from oslo_engine.layers.partial import sum_gradient
+from oslo_engine.layers.region import enter_region, row_parallel, sequence_block
+from oslo_engine.layers.specialize import original_class, specialize
+from oslo_engine.layers.vocabulary import vocab_parallel_embedding, vocab_parallel_head
+from oslo_engine.plan.plan import Plan, TensorPlan
+from oslo_engine.rewrite.state import ParallelState
+from oslo_engine.rewrite.switch import Switch, make_switchable
+
+
+def apply_plan(
+    model: PreTrainedModel,
+    plan: Plan,
+    mesh: Mesh,
+    streams: RandomStreams,
+    *,
+    parallel_class: type,
+    outer_modules: Collection[str] = (),
+    defer_weight_gradients: bool = False,
+) -> ParallelState:
+    """Rewrite ``model`` in place into what this rank holds and runs.
+
+    Args:
+        model: whole, real or on ``meta`` (a meta parameter stays on meta, with this rank's shape).
+        parallel_class: the subclass of the model's class that knows how to run split.
+        outer_modules: modules outside the blocks that some stage does not need.
+        defer_weight_gradients: whether the schedule computes weight gradients apart (zero bubble).
+
+    Returns:
+        The state that it attached to the model.
+    """
+    tp_rank = mesh.at.tp_rank
+    switch = Switch()
+    for region in plan.regions:
+        for module_name, attribute, values in region.attributes:
+            setattr(model.get_submodule(module_name), attribute, values[tp_rank])
+    _place_tensors(model, plan, mesh)
+    if plan.topology.tp > 1:
+        _rewrite_regions(model, plan, mesh, streams)
+    if defer_weight_gradients:
+        rows = {row for region in plan.regions for row in region.rows}  # these defer by themselves
+        for block in plan.blocks:
+            for name, module in model.get_submodule(block).named_modules(prefix=block):
+                if original_class(module) in (nn.Linear, Conv1D) and name not in rows:
+                    specialize(module, DeferredLinear if isinstance(module, nn.Linear) else DeferredConv1D)
+    if plan.num_stages > 1:
+        for name in dict.fromkeys((*plan.blocks, *outer_modules)):
+            make_switchable(model.get_submodule(name), name, switch)
+    if plan.sequence_parallel and plan.topology.tp > 1:
+        for _, blocks in plan.stacks:
+            for block in blocks:
+                sequence_block(
+                    model.get_submodule(block), mesh.tp, streams, first=block == blocks[0], last=block == blocks[-1]
+                )
+    state = ParallelState(plan, mesh, streams, switch)
+    model.__class__ = parallel_class
+    model.__dict__["_oslo"] = state
+    return state
+
+
+def _rewrite_regions(model: PreTrainedModel, plan: Plan, mesh: Mesh, streams: RandomStreams) -> None:
+    for region in plan.regions:
+        try:
+            scope = model.get_submodule(region.scope)
+            enter_region(scope, mesh.tp, streams, region.inputs, sequence_parallel=plan.sequence_parallel)
+        except KeyError as missing:
+            raise PolicyError(
+                f"region {region.name!r}: the scope's forward has no argument {missing}", where=f"{plan.policy}: {region.scope}"
+            ) from None
+        for name in region.columns:
+            _update_features(model.get_submodule(name))
+        for name in region.rows:
+            module = _update_features(model.get_submodule(name))
+            row_parallel(module, mesh.tp, streams, sequence_parallel=plan.sequence_parallel)
+    for tensor in plan.held_by(mesh.at.pp_rank):
+        overlap = tensor.shard if tensor.shard is not None and tensor.shard.overlaps else None
+        if tensor.partial or overlap is not None:
+            for alias in tensor.aliases:
+                path, _, leaf = alias.rpartition(".")
+                sum_gradient(model.get_submodule(path), leaf, mesh.tp, overlap)
+    for name, sizes in plan.embeddings:
+        vocab_parallel_embedding(model.get_submodule(name), mesh.tp, sizes)
+    for name, sizes in plan.heads:
+        vocab_parallel_head(_update_features(model.get_submodule(name)), mesh.tp, sizes)
+
+
+def _update_features(module: nn.Module) -> nn.Module:
+    """Let the module's size attributes say what its weight now is."""
+    weight = module.weight
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = weight.shape
+    elif isinstance(module, Conv1D):
+        module.nx, module.nf = weight.shape
+    return module
+
+
+def _place_tensors(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> None:
+    """Cut what this rank holds; what it does not hold leaves ``parameters()`` and the state dict.
+
+    A meta tensor stays behind under the same attribute, since stubs and size checks read shapes.
+    """
+    owners: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    for tensor in plan.tensors:
+        held = mesh.at.pp_rank in plan.holders(tensor)
+        local: Tensor | None = None
+        for alias in tensor.aliases:
+            path, _, leaf = alias.rpartition(".")
+            module = owners[path]
+            table = module._buffers if tensor.is_buffer else module._parameters
+            if local is None:
+                local = _local(table.get(leaf, None), tensor, mesh, held)
+            if held:
+                table[leaf] = local
+            else:
+                table.pop(leaf, None)
+                module.__dict__[leaf] = local
+
+
+def _local(whole: Tensor | None, tensor: TensorPlan, mesh: Mesh, held: bool) -> Tensor:
+    assert whole is not None, tensor.name
+    shape = tensor.local_shape(mesh.at.tp_rank)
+    with torch.no_grad():
+        if not held or whole.is_meta:
+            local = torch.empty(shape, dtype=whole.dtype, device="meta")
+        elif tensor.shard is None:
+            local = whole.detach().to(mesh.device)
+        else:
+            local = tensor.shard.apply(whole.detach(), mesh.at.tp_rank).to(mesh.device)
+    if tensor.is_buffer or not held:
+        return local
+    parameter = nn.Parameter(local, requires_grad=whole.requires_grad)
+    parameter.__dict__.update({key: value for key, value in vars(whole).items() if key not in ("_is_hf_initialized",)})
+    return parameter
+
+

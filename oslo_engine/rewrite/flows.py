@@ -1,0 +1,156 @@
+"""The data flows of one model: one recording for every kind of call, made when it first comes up.
+
+Which block values a stage needs can depend on which arguments a call has (labels, a cache, encoder outputs). So the model's twin on
+``meta`` is recorded once for each combination, at a small size; the cuts stay where the plan put them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from oslo_engine.errors import PlanError
+from oslo_engine.rewrite.dataflow import DataFlow, analyze
+from oslo_engine.rewrite.meta_weights import without_weights
+from oslo_engine.rewrite.record import Recording, record
+from oslo_engine.rewrite.skeleton import example_inputs
+
+Signature = tuple[Any, ...]
+_ROWS, _LENGTH = 2, 8  # of the batches that are recorded
+
+
+class FlowBook:
+    """Recordings and data flows of a model.
+
+    Args:
+        twin: the unsplit model on meta.
+        blocks: names of its blocks.
+    """
+
+    def __init__(self, twin: PreTrainedModel, blocks: Sequence[str]) -> None:
+        self.twin, self.blocks = twin, list(blocks)
+        self._stage_of: dict[tuple[str, int], int] = {}
+        self._num_stages = 0
+        self._flows: dict[Signature, DataFlow] = {}
+        self._usual = self._record_usual_calls()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlowBook:
+        return self
+
+    def calls(self) -> list[tuple[str, int]]:
+        """(block, nth) of the block calls of a whole forward, in order."""
+        return [(call.name, call.nth) for call in self._usual[0].calls]
+
+    def shifts_labels(self) -> bool:
+        """Whether the loss compares position t with the label at t + 1, so that the first label of a row counts for nothing.
+
+        Found by asking: the mean over no label at all is not a number.
+        """
+        inputs = example_inputs(self.twin, "train")
+        labels = inputs.get("labels")
+        if labels is None or labels.ndim != 2 or labels.is_floating_point():
+            return False
+        only_first = torch.full_like(labels, -100)
+        only_first[:, 0] = labels[:, 0]
+        with without_weights(self.twin), torch.no_grad():
+            loss = self.twin(**{**inputs, "labels": only_first}).loss
+        return bool(loss.isnan())
+
+    def place(self, stage_of: Mapping[tuple[str, int], int], num_stages: int) -> None:
+        """Say where the cuts lie."""
+        self._stage_of, self._num_stages = dict(stage_of), num_stages
+
+    def live_tensors(self) -> list[set[str]]:
+        """Per stage, the parameters and buffers outside its blocks that training or generation reads, with all their names."""
+        live: list[set[str]] = [set() for _ in range(self._num_stages)]
+        for recording in self._usual:
+            flow = self._analyze(recording)
+            for stage, names in enumerate(live):
+                names.update(flow.live_parameters[stage], flow.live_buffers[stage])
+        return live
+
+    def shared_random_modules(self) -> list[str]:
+        """Modules outside the blocks that draw random numbers which several stages must draw alike."""
+        self.twin.train()
+        flow = self._analyze(self._usual[0])
+        return list(dict.fromkeys(draw.module for draw in flow.random_in_several_stages))
+
+    def flow(self, inputs: Mapping[str, Any], *, training: bool, root: str = "") -> DataFlow:
+        """The data flow of a call with these arguments.
+
+        Args:
+            inputs: the call's keyword arguments; only their names, kinds and plain values matter.
+            training: whether the model is in training mode.
+            root: the submodule that is called; "" for the model.
+        """
+        signature = (root, training, *sorted((name, _kind(value)) for name, value in inputs.items() if value is not None))
+        if signature not in self._flows:
+            self.twin.train(training)
+            self._flows[signature] = self._analyze(record(self.twin, self.blocks, small_inputs(inputs), root=root))
+        return self._flows[signature]
+
+    def _record_usual_calls(self) -> list[Recording]:
+        self.twin.train()
+        recordings = [record(self.twin, self.blocks, example_inputs(self.twin, "train"))]
+        if self.twin.can_generate():
+            self.twin.eval()
+            recordings.append(record(self.twin, self.blocks, example_inputs(self.twin, "prefill")))
+        return recordings
+
+    def _analyze(self, recording: Recording) -> DataFlow:
+        stages = []
+        for call in recording.calls:
+            stage = self._stage_of.get((call.name, call.nth))
+            if stage is None:
+                raise PlanError(
+                    "a block is called more often than when the model was planned",
+                    where=f"{call.name}, call {call.nth}",
+                    hint="this argument combination changes how often blocks run; use pp=1",
+                )
+            stages.append(stage)
+        return analyze(recording, stages, self._num_stages)
+
+
+def small_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the same kind for a batch of 2 x 8 tokens; a cache is left to the model to create."""
+    small: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if value is None:
+            continue
+        if isinstance(value, Cache):
+            small["use_cache"] = True
+        else:
+            small[name] = pytree.tree_map_only(Tensor, lambda tensor, name=name: _small(name, tensor), value)
+    small.setdefault("use_cache", False)
+    return small
+
+
+def _small(name: str, tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().cpu()
+    if tensor.ndim and tensor.shape[0] != 1:
+        tensor = _resized(tensor, 0, _ROWS)
+    sequence = name.endswith(("_ids", "_mask", "_embeds", "_outputs")) or (name == "labels" and not tensor.is_floating_point())
+    if sequence and tensor.ndim in (2, 3):
+        tensor = _resized(tensor, 1, _LENGTH)
+    elif sequence and tensor.ndim == 4:
+        tensor = _resized(_resized(tensor, 2, _LENGTH), 3, _LENGTH)
+    return tensor
+
+
+def _resized(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """The last ``size`` entries along a dimension; the last one repeated where there are fewer."""
+    have = tensor.shape[dim]
+    index = torch.arange(max(have - size, 0), max(have - size, 0) + size).clamp(max=have - 1)
+    return tensor.index_select(dim, index)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor {value.ndim} {value.dtype}"
+    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__

@@ -1,0 +1,102 @@
+"""Norm and clipping of gradients that are spread over tensor- and pipeline-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from oslo_engine.plan.plan import TensorPlan
+from oslo_engine.rewrite.state import ParallelState, parallel_state
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+    """Scale all gradients so that their norm is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does for the whole model.
+
+    Every gradient entry of the unsplit model counts once: slices on the ranks that hold them, replicated and tied parameters and
+    replicated KV heads on one holder.
+
+    Args:
+        model: parallelized, possibly inside a wrapper such as DistributedDataParallel.
+        norm_type: positive, or ``inf``.
+
+    Returns:
+        The norm before clipping, the same on every rank, a float32 scalar.
+
+    Raises:
+        RuntimeError: the norm is not finite and ``error_if_nonfinite``.
+
+    Communication: one all-reduce of a scalar over tp and pp. Collective: every rank must call it.
+    """
+    model = _unwrap(model)
+    state = parallel_state(model)
+    total = _total_norm(model, state, float(norm_type))
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(f"the gradient norm is {total.item()}, so it cannot be clipped")
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
+    return total
+
+
+def gradient_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
+    """The norm that ``clip_grad_norm_`` would clip, without clipping."""
+    model = _unwrap(model)
+    return _total_norm(model, parallel_state(model), float(norm_type))
+
+
+def _total_norm(model: nn.Module, state: ParallelState, norm_type: float) -> Tensor:
+    parts = [_power_sum(grad, norm_type) for grad in _counted_gradients(model, state)]
+    largest = math.isinf(norm_type)
+    if parts:
+        stacked = torch.stack(parts)
+        total = stacked.max() if largest else stacked.sum()
+    else:
+        total = torch.zeros((), device=state.mesh.device)
+    if state.mesh.model.size > 1:
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=state.mesh.model.group)
+    return total if largest else total.pow(1.0 / norm_type)
+
+
+def _power_sum(grad: Tensor, norm_type: float) -> Tensor:
+    norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32)
+    return norm if math.isinf(norm_type) else norm.pow(norm_type)
+
+
+def _counted_gradients(model: nn.Module, state: ParallelState) -> Iterator[Tensor]:
+    """The gradients, or pieces of them, that this rank answers for."""
+    at = state.mesh.at
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        tensor = state.plan.tensor(name)
+        if at.pp_rank != state.plan.holders(tensor)[0]:
+            continue
+        yield from _pieces(parameter.grad, tensor, at.tp_rank)
+
+
+def _pieces(grad: Tensor, tensor: TensorPlan, tp_rank: int) -> Iterator[Tensor]:
+    shard = tensor.shard
+    if shard is None:
+        if tp_rank == 0:
+            yield grad
+    elif not shard.overlaps:
+        yield grad
+    else:
+        at = 0
+        for span in shard.spans[tp_rank]:
+            length = span[1] - span[0]
+            first_holder = next(rank for rank, spans in enumerate(shard.spans) if span in spans)
+            if first_holder == tp_rank:
+                yield grad.narrow(shard.dim, at, length)
+            at += length
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    while "_oslo" not in model.__dict__ and isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module
+    return model

@@ -1,0 +1,186 @@
+"""Run a model whose parameters are on ``meta`` on small real activations, without ever allocating a weight.
+
+The parameters cost nothing, the activations are exact where they do not depend on a parameter and zero where they do. Masks,
+position ids, routing, cache lengths and everything Python branches on are therefore real, and the data flow is the model's own.
+
+    real values only         computed: masks, positions, ``.item()`` and ``nonzero`` are exact
+    parameters only          computed on meta: ``W.t()`` or ``W[i]`` have a shape and no data
+    real and parameters      the shape comes from the meta kernel, the value is zeros
+    in place on a real value left as it was when a parameter takes part, for the new value is unknown
+    a scalar read from meta  zero
+
+Every function here sees aten operations, so it does not matter which module or composite function issued them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+META = torch.device("meta")
+CPU = torch.device("cpu")
+
+# A result with more elements than this is a gathered weight (the experts' ``W[indices]``), not an activation: it stays on meta.
+MAX_REAL_NUMEL = 1 << 23
+
+INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor)
+SCALAR_READS = (aten._local_scalar_dense.default, aten.equal.default)
+NO_KERNEL = (RuntimeError, NotImplementedError)
+
+Observer = Callable[[list[Tensor], list[Tensor]], None]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists, dicts and model outputs."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def materialize(value: Any) -> Any:
+    """Zeros for a meta tensor that is small enough to exist; anything else unchanged."""
+    if not isinstance(value, Tensor) or not value.is_meta or value.numel() > MAX_REAL_NUMEL:
+        return value
+    return torch.zeros(value.shape, dtype=value.dtype, device=CPU)
+
+
+def as_meta(value: Any) -> Any:
+    """The same tensor without its data."""
+    if not isinstance(value, Tensor) or value.is_meta:
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+
+
+class MetaWeights(TorchDispatchMode):
+    """The rules of the module docstring, for every operation executed while the mode is on.
+
+    ``observe`` is called after every operation with the tensors it took and the tensors it gave. ``num_reads`` counts the values that Python read (``item()``, ``bool(t)``), ``num_draws`` the operations that drew random
+    numbers: compare them before and after.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observe: Observer | None = None
+        self.num_reads = 0
+        self.num_draws = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        self.num_reads += func in SCALAR_READS
+        self.num_draws += torch.Tag.nondeterministic_seeded in func.tags
+        with torch._C.DisableTorchFunction():  # what runs in here is not the model's own code
+            out = self._run(func, args, kwargs)
+            if self.observe is not None:
+                self.observe(tensors_in((args, kwargs)), tensors_in(out))
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in((args, kwargs))
+        num_meta = sum(t.is_meta for t in tensors)
+        if kwargs.get("device") is not None:
+            if func is aten._to_copy.default and kwargs["device"] != tensors[0].device and kwargs.get("dtype") in (None, tensors[0].dtype):
+                return tensors[0]  # x.to(weight.device) and weight.to(x.device): there is one device
+            kwargs["device"] = META if tensors and num_meta == len(tensors) else CPU
+        if not num_meta:
+            return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            return torch.zeros((), dtype=tensors[0].dtype).item()
+        if num_meta == len(tensors):
+            try:
+                return func(*args, **kwargs)
+            except NO_KERNEL:
+                return self._on_zeros(func, args, kwargs)
+        return self._mixed(func, args, kwargs)
+
+    def _mixed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operation on real values and parameters."""
+        written = _written_arguments(func, args, kwargs)
+        if any(not t.is_meta for t in written):
+            return written[0] if func._schema.returns else None
+        if func in INDEXING:
+            args = _without_masks(args)
+        try:
+            out = func(*pytree.tree_map(as_meta, args), **pytree.tree_map(as_meta, kwargs))
+        except NO_KERNEL:
+            if "grouped_mm" not in str(func):
+                return self._on_zeros(func, args, kwargs)
+            out = torch.empty(args[0].shape[0], args[1].shape[-1], dtype=args[0].dtype, device=META)
+        return out if written else pytree.tree_map(materialize, out)
+
+    @staticmethod
+    def _on_zeros(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operation without a meta kernel, or whose shape depends on values: on zeros, if these are small."""
+        args, kwargs = pytree.tree_map(materialize, (args, kwargs))
+        if any(t.is_meta for t in tensors_in((args, kwargs))):
+            raise RuntimeError(f"{func} needs the values of a weight of more than {MAX_REAL_NUMEL} elements")
+        if kwargs.get("device") is not None:
+            kwargs["device"] = CPU
+        return func(*args, **kwargs)
+
+
+def _written_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an in-place or ``out=`` operation changes."""
+    written: list[Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += tensors_in(value)
+    return written
+
+
+def _without_masks(args: Any) -> Any:
+    """``W[mask]`` with a real boolean mask as ``W[rows]``: how many rows there are is known here, not to the meta kernel."""
+    indices: list[Any] = []
+    for index in args[1]:
+        is_mask = isinstance(index, Tensor) and index.dtype is torch.bool and not index.is_meta
+        indices += index.nonzero().unbind(1) if is_mask else [index]
+    return (args[0], indices, *args[2:])
+
+
+def replace_buffers(model: nn.Module) -> None:
+    """Put zeros in the place of small meta buffers, one per distinct tensor."""
+    stand_ins: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = stand_ins.setdefault(id(buffer), materialize(buffer))
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Put back every attribute of every module, hooks and buffers included, whatever the model's forward did to itself."""
+    before = [(module, dict(module.__dict__), _copied_dicts(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, dicts in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for name, entries in dicts.items():
+                attributes[name].clear()
+                attributes[name].update(entries)
+
+
+def _copied_dicts(module: nn.Module) -> dict[str, dict[Any, Any]]:
+    return {name: dict(value) for name, value in module.__dict__.items() if isinstance(value, dict)}
+
+
+@contextlib.contextmanager
+def without_weights(model: nn.Module) -> Iterator[MetaWeights]:
+    """Run ``model`` under ``MetaWeights`` and leave no trace in the model, the random state, the grad mode or the default device."""
+    weights = MetaWeights()
+    with (
+        unchanged(model),
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.device(CPU),
+        weights,
+    ):
+        replace_buffers(model)
+        yield weights

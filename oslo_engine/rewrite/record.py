@@ -1,0 +1,279 @@
+"""Record the data flow of a Transformers model: one run of its own Python, no weights, blocks as single nodes.
+
+    graph:   input_ids -> embedding -> [model.layers.0] -> getitem -> [model.layers.1] -> ... -> norm -> linear -> cross_entropy
+
+The recording holds for one mode (training, prefill, decode) and any batch size or length; what a stage needs and what crosses a cut
+is read off it in ``dataflow``.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import fx, nn
+
+from oslo_engine.errors import PlanError
+from oslo_engine.rewrite.effects import Effects
+from oslo_engine.rewrite.meta_weights import MetaWeights, tensors_in, without_weights
+from oslo_engine.rewrite.replay import Replay
+from oslo_engine.rewrite.structure import Path, Structure, Written, arguments_of, at, slots
+from oslo_engine.rewrite.tape import Tape, escaped
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """One call of a block.
+
+    Attributes:
+        name: of the block module.
+        nth: how many calls of the same module came before; ALBERT calls one block many times.
+        node: the call_module node.
+        output: structure of what it returned.
+        written: what it put into dicts and lists among its arguments.
+        outside_reads: parameters and buffers it read that do not belong to it.
+    """
+
+    name: str
+    nth: int
+    node: fx.Node
+    output: Structure
+    written: tuple[Written, ...]
+    outside_reads: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One call of a module outside the blocks that owns parameters or buffers: it recorded ``graph.nodes[first:last]``."""
+
+    module: str
+    nth: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class WrittenKey:
+    """Key of the getitem node that leads from a block call to a tensor it wrote into its arguments, at ``path``."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What ``record`` saw. It holds no tensor and no module.
+
+    Attributes:
+        graph: torch-function level. ``node.meta["at"]`` is the innermost call outside the blocks, as (module, nth); ``meta["read"]``
+            marks values that Python read, ``meta["random"]`` nodes that drew random numbers, ``meta["call"]`` is the number of a
+            block call and ``meta["escape"]`` that of the call which a value left by a side door.
+        calls: the block calls in order.
+        spans: calls of modules outside the blocks, by position in the graph.
+        aliases: name of each parameter and buffer in the graph -> all its names (ties).
+        buffers: the names in ``aliases`` that are buffers.
+        hidden_flows: (i, j): block call j reads a value that call i kept to itself.
+    """
+
+    graph: fx.Graph
+    calls: tuple[BlockCall, ...]
+    spans: tuple[Span, ...]
+    aliases: Mapping[str, tuple[str, ...]]
+    buffers: frozenset[str]
+    hidden_flows: tuple[tuple[int, int], ...]
+
+    @property
+    def random(self) -> tuple[fx.Node, ...]:
+        """Nodes outside the blocks that drew random numbers (dropout of embeddings, noise)."""
+        return tuple(node for node in self.graph.nodes if node.meta.get("random"))
+
+    @property
+    def reads(self) -> tuple[fx.Node, ...]:
+        """Nodes whose value Python read: the model's control flow depends on them."""
+        return tuple(node for node in self.graph.nodes if node.meta.get("read"))
+
+
+def record(model: PreTrainedModel, leaves: Sequence[str], inputs: Mapping[str, Any], *, root: str = "") -> Recording:
+    """Run ``model`` once and write down its data flow.
+
+    Args:
+        model: parameters on meta, float32 (see ``skeleton``); in the train or eval state to be recorded. Found again as it was.
+        leaves: names of the blocks, relative to ``model``.
+        inputs: keyword arguments, small and real: tensors, numbers, model outputs, a cache (which is filled, as by any forward).
+        root: name of the submodule to call instead of the whole model, for instance the encoder.
+
+    Returns:
+        The recording. Its size does not depend on the model's weights.
+
+    Raises:
+        PlanError: a leaf or the root is no module of the model, blocks lie within one another, no block was called, or a block returns
+            something that no stand-in could be built for.
+
+    Communication: none.
+    """
+    blocks = _blocks(model, leaves)
+    called = _submodule(model, root, "the module to record does not exist")
+    with without_weights(model) as weights:
+        return _Recorder(model, blocks, weights).run(called, inputs)
+
+
+class _Recorder:
+    """Wraps the forward of every block and of every module outside the blocks; ``without_weights`` takes the wrappers off again."""
+
+    def __init__(self, model: nn.Module, blocks: dict[str, nn.Module], weights: MetaWeights) -> None:
+        self._aliases, self._buffers, names = _tensor_names(model)
+        self._tape = Tape(names, weights)
+        self._replay = Replay(blocks)
+        self._calls: list[BlockCall] = []
+        self._spans: list[Span] = []
+        self._counts: Counter[str] = Counter()
+        inside = {id(part) for block in blocks.values() for part in block.modules()}
+        for name, block in blocks.items():
+            self._wrap(name, block, self._call_block)
+        for name, module in model.named_modules():
+            if id(module) not in inside:
+                owns = any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+                self._wrap(name, module, self._call_owner if owns else self._call_outside)
+
+    @staticmethod
+    def _wrap(name: str, module: nn.Module, call: Callable[..., Any]) -> None:
+        # nn.Module.__call__ finds the instance attribute, and so do direct calls of forward; whatever wraps __call__ stays outside.
+        module.forward = functools.wraps(module.forward)(functools.partial(call, name, module.forward))  # type: ignore[method-assign]
+
+    def run(self, root: nn.Module, inputs: Mapping[str, Any]) -> Recording:
+        tape = self._tape
+        for name, value in inputs.items():
+            if tensors_in(value):
+                tape.bind(value, tape.graph.placeholder(name))
+        with tape:
+            output = root(**inputs)
+        if not self._calls:
+            raise PlanError(
+                "no block was called while recording",
+                where=type(root).__name__,
+                expected=f"a call of {', '.join(self._replay.blocks)}",
+                hint="check the policy's layers against the modules that the model's forward calls",
+            )
+        tape.graph.output(tape.mapped(output))
+        return Recording(
+            graph=tape.graph,
+            calls=tuple(self._calls),
+            spans=tuple(self._spans),
+            aliases=self._aliases,
+            buffers=self._buffers,
+            hidden_flows=tuple(sorted(tape.hidden_flows)),
+        )
+
+    def _call_outside(self, name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        tape = self._tape
+        if tape.in_block:
+            return forward(*args, **kwargs)
+        before, tape.place = tape.place, (name, self._counts[name])
+        self._counts[name] += 1
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            tape.place = before
+
+    def _call_owner(self, name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        nodes = self._tape.graph.nodes
+        nth, first = self._counts[name], len(nodes)
+        output = self._call_outside(name, forward, *args, **kwargs)
+        if not self._tape.in_block:
+            self._spans.append(Span(name, nth, first, len(nodes)))
+        return output
+
+    def _call_block(self, name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        tape = self._tape
+        if tape.in_block:
+            return forward(*args, **kwargs)
+        arguments = arguments_of(args, kwargs)
+        node = tape.enter_block(name, arguments)
+        try:
+            signature = self._replay.signature(name, arguments)
+            if signature in self._replay.answers:
+                output, structure, reads = self._replay.answer(signature, arguments)
+                written: tuple[Written, ...] = ()
+            else:
+                effects = Effects(arguments)
+                output = forward(*args, **kwargs)
+                structure, written = _described(name, effects, output)
+                reads = tuple(sorted(read for read in tape.names_read if not _belongs(self._aliases[read], name)))
+                if effects.changed_tensors():
+                    tape.written(effects.changed_tensors(), tape.add(escaped, (node,), escape=node.meta["call"]))
+                elif signature is not None:
+                    self._replay.remember(signature, output, structure, reads)
+            self._bind_results(node, output, structure, arguments, written)
+        finally:
+            tape.leave_block()
+        self._calls.append(BlockCall(name, self._counts[name], node, structure, written, reads))
+        self._counts[name] += 1
+        return output
+
+    def _bind_results(
+        self, node: fx.Node, output: Any, structure: Structure, arguments: Mapping[str, Any], written: Sequence[Written]
+    ) -> None:
+        tape = self._tape
+        for path, _ in slots(structure):
+            tape.bind(at(output, path), functools.reduce(lambda parent, key: tape.add(operator.getitem, (parent, key)), path, node))
+        for entry in written:
+            for path, _ in slots(entry.value):
+                whole = (*entry.path, entry.key, *path)
+                tape.bind(at(arguments, whole), tape.add(operator.getitem, (node, WrittenKey(whole))))
+
+
+def _described(name: str, effects: Effects, output: Any) -> tuple[Structure, tuple[Written, ...]]:
+    """Structure of a block's output and of what it put into the containers it was given."""
+    try:
+        return effects.structure(output), effects.written()
+    except PlanError as error:
+        raise PlanError(error.what, where=f"{name}: {error.where}", got=error.got, hint=error.hint) from None
+
+
+def _tensor_names(model: nn.Module) -> tuple[dict[str, tuple[str, ...]], frozenset[str], dict[int, str]]:
+    """All names of every parameter and buffer, which are buffers, and the first name by ``id``."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    num_parameters = len(named)
+    named += model.named_buffers(remove_duplicate=False)
+    first: dict[int, str] = {}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for name, tensor in named:
+        key = first.setdefault(id(tensor), name)
+        aliases[key] = (*aliases.get(key, ()), name)
+    buffers = frozenset(name for name, _ in named[num_parameters:] if name in aliases)
+    return aliases, buffers, first
+
+
+def _belongs(aliases: Sequence[str], block: str) -> bool:
+    return any(alias.startswith(f"{block}.") for alias in aliases)
+
+
+def _blocks(model: nn.Module, leaves: Sequence[str]) -> dict[str, nn.Module]:
+    blocks: dict[str, nn.Module] = {}
+    for name in leaves:
+        module = _submodule(model, name, "a block of the policy does not exist in the model")
+        if all(module is not other for other in blocks.values()):
+            blocks[name] = module
+    for name in blocks:
+        inner = next((other for other in blocks if other.startswith(f"{name}.")), None)
+        if inner is not None:
+            raise PlanError("a block lies within another block", where=inner, expected="blocks side by side", got=f"inside {name}")
+    return blocks
+
+
+def _submodule(model: nn.Module, name: str, fault: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        children = ", ".join(child for child, _ in model.named_children())
+        raise PlanError(
+            fault, where=name, expected=f"a module below {type(model).__name__}: {children}", got="no such module"
+        ) from None

@@ -1,0 +1,50 @@
+"""What parallelize leaves on a model: its plan, its mesh and its random streams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from oslo_engine.comm.mesh import Mesh
+from oslo_engine.comm.random import RandomStreams
+from oslo_engine.errors import PlanError
+from oslo_engine.plan.plan import Plan, TensorPlan
+from oslo_engine.rewrite.switch import Switch
+
+
+@dataclass
+class ParallelState:
+    """Attached to a parallelized model as ``model._oslo``.
+
+    plan: what every rank holds.
+    mesh: this rank's place and groups.
+    streams: its random streams.
+    switch: who answers the calls of blocks while a pipeline stage runs.
+    micro_batch_size: rows of a micro-batch.
+    program: runs the stages of this rank (a ``pipeline.program.PipelineProgram``); None where pp == 1.
+    """
+
+    plan: Plan
+    mesh: Mesh
+    streams: RandomStreams
+    switch: Switch
+    micro_batch_size: int = 1
+    program: Any = None
+
+    def held(self) -> list[TensorPlan]:
+        """The tensors this rank holds, in the order of the model."""
+        return list(self.plan.held_by(self.mesh.at.pp_rank))
+
+
+def parallel_state(model: nn.Module) -> ParallelState:
+    """The state of a parallelized model.
+
+    Raises:
+        PlanError: the model was not parallelized.
+    """
+    state = model.__dict__.get("_oslo")
+    if state is None:
+        raise PlanError("this model is not parallelized", got=type(model).__name__, hint="call oslo.parallelize(model, tp=..., pp=...) first")
+    return state
