@@ -123,7 +123,7 @@ def _model_part(name: str) -> Any:
         folder = model_type_to_module_name(model_type)
         prefixes |= {(_squeezed(folder), folder), (_squeezed(config.removesuffix("Config")), folder)}
     fitting = [(prefix, folder) for prefix, folder in prefixes if _squeezed(name).startswith(prefix)]
-    for _, folder in sorted(fitting, key=lambda pair: (-len(pair[0]), pair[0] != _squeezed(pair[1]), pair[1])):
+    for _, folder in sorted(fitting, key=lambda pair: (-len(pair[0]), pair[1])):
         for file in sorted((Path(transformers.models.__file__).parent / folder).glob("modeling_*.py")):
             if f"\nclass {name}(" in file.read_text(encoding="utf-8"):
                 return getattr(import_module(f"transformers.models.{folder}.{file.stem}"), name)

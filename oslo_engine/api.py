@@ -8,6 +8,7 @@ from typing import TypeVar
 from transformers import PreTrainedModel
 
 from oslo_engine.assemble import assemble
+from oslo_engine.comm.mesh import build_mesh
 from oslo_engine.errors import PlanError
 from oslo_engine.methods import with_parallel_methods
 from oslo_engine.policy.schema import Policy
@@ -58,8 +59,7 @@ def parallelize(
     return assemble(
         model,
         with_parallel_methods(type(model)),
-        tp=tp,
-        pp=pp,
+        build_mesh(tp, pp),
         policy=policy,
         schedule=schedule,
         micro_batch_size=micro_batch_size,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from oslo_engine.comm.mesh import Mesh, build_mesh
+from oslo_engine.comm.mesh import Mesh
 from oslo_engine.comm.random import RandomStreams
 from oslo_engine.errors import BatchError
 from oslo_engine.pipeline.model_program import ModelProgram
@@ -25,9 +25,8 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 def assemble(
     model: Model,
     parallel_class: type,
+    mesh: Mesh,
     *,
-    tp: int,
-    pp: int,
     policy: Policy | str | Path | None,
     schedule: str,
     micro_batch_size: int,
@@ -36,7 +35,7 @@ def assemble(
 ) -> Model:
     """Split a whole model in place; see ``api.parallelize`` for the arguments. Collective."""
     check_micro_batch_size(micro_batch_size)
-    mesh = build_mesh(tp, pp)
+    tp, pp = mesh.topology.tp, mesh.topology.pp
     chosen = None if tp * pp == 1 and policy is None else find_policy(policy, model.config.model_type)
     layout = plan_model(
         model,

@@ -148,8 +148,6 @@ class Shard:
                 (shared if span in seen else seen).add(span)
         return tuple(sorted(shared))
 
-    def num_holders(self, span: Span) -> int:
-        return sum(span in spans for spans in self.spans)
 
 
 def packed_shard(dim: int, parts: Sequence[tuple[Deal, int]]) -> Shard:

@@ -1,13 +1,14 @@
 """Running a model's own constructor and initialisers while only about one whole parameter exists at a time.
 
 Parameters are ``meta`` tensors that stand for real values. Each operation on one is executed on its value, in the order of the
-program and so with the same random numbers; then all values but the one written last are reduced to what is to be kept of them.
+program and so with the same random numbers; but the values used longest ago are reduced to what is to be kept of them.
 
-    whole     the value exists (just written, or the result of an operation on parameters)
+    whole     the value exists (lately used, or the result of an operation on parameters)
     kept      only what ``keep`` made of it exists; an elementwise operation can go on with that, others are refused
     nothing   nobody wants it: operations that draw random numbers are executed on scratch memory, all others are skipped
 
-A value is found by the storage of the tensor, so that views, ``.data`` and ``detach()`` of a parameter reach it too.
+A value is found by the storage of the tensor, so that views, ``.data`` and ``detach()`` of a parameter reach it too. Asked for its
+device, a stand-in tells the value's: initialisers (``trunc_normal_`` for one) leave ``meta`` tensors alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -25,6 +27,8 @@ from oslo_engine.checkpoint.skeleton import META, as_meta
 from oslo_engine.errors import UnsupportedError
 
 aten = torch.ops.aten
+
+OPEN_BYTES = 0
 
 # Operations that are not tagged as pointwise and yet treat every entry by itself.
 ENTRY_BY_ENTRY = {
@@ -75,10 +79,15 @@ class _Value:
     device: torch.device
     numel: int
     flat: Tensor | None
+    is_parameter: bool = False
     wanted: bool = True
     keep: Keep | None = None
     kept: Tensor | None = None
     lost: bool = False  # entries outside ``kept`` are gone
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
     def whole(self) -> Tensor:
         assert self.flat is not None
@@ -104,13 +113,28 @@ class _Value:
 
 
 class ShadowExecution(TorchDispatchMode):
-    """While it is on, operations on adopted parameters work as the module docstring says."""
+    """While it is on, operations on adopted parameters work as the module docstring says.
 
-    def __init__(self) -> None:
+    Args:
+        open_bytes: how much may exist whole at a time; the parameter used last does in any case.
+    """
+
+    def __init__(self, open_bytes: int = OPEN_BYTES) -> None:
         super().__init__()
+        self._open_bytes = open_bytes
+        self._devices = _TrueDevices(self)
+        self._default_device = torch.get_default_device()
         self._values: dict[int, tuple[StorageWeakRef, _Value]] = {}  # by the address of the storage, which a weak reference reserves
         self._results: set[int] = set()  # those of them that are results of operations
-        self._open: list[_Value] = []
+        self._open: list[_Value] = []  # parameters whose whole values exist, the one used last at the end
+
+    def __enter__(self) -> Any:
+        self._devices.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._devices.__exit__(*error)
 
     def adopt(self, parameter: nn.Parameter, *, wanted: bool, keep: Keep | None = None) -> nn.Parameter:
         """A meta parameter that stands for ``parameter``; its values are those of ``parameter``, or undefined if that is on meta.
@@ -118,15 +142,16 @@ class ShadowExecution(TorchDispatchMode):
         Args:
             wanted: whether its final value is asked for; ``keep`` says what of it (None: all).
         """
-        with _disable_current_modes(), torch.no_grad():
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             value = self._value(parameter)
             if value is None:
                 stand_in = as_meta(parameter)
                 value = self._add(stand_in, None if parameter.is_meta else parameter.detach())
                 parameter = stand_in
-            value.wanted, value.keep = wanted, keep
-            self._close_all_but([value])
-            self._open = [value]
+            value.shape, value.stride = parameter.shape, parameter.stride()  # it may be a view of a result
+            value.is_parameter, value.wanted, value.keep = True, wanted, keep
+            self._use(value)
+            self._close_old()
         return parameter
 
     def result(self, parameter: Tensor, keep: Keep | None) -> Tensor:
@@ -143,11 +168,14 @@ class ShadowExecution(TorchDispatchMode):
     # -- executing
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") == META:  # device=parameter.device: where the value is
-            kwargs["device"] = next((v.device for t in _tensors((args, kwargs)) if (v := self._value(t))), torch.device("cpu"))
+        with torch._C.DisableTorchFunction():  # in here a stand-in is what it is
+            return self._execute(func, args, dict(kwargs or {}))
+
+    def _execute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("device") == META:  # what Python makes of the 2 in ``stand_in[:3] = 2``
+            kwargs["device"] = self._default_device
         values = [value for tensor in _tensors((args, kwargs)) if (value := self._value(tensor)) is not None]
-        if not values or _is_view(func):
+        if not values or _is_view(func) or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         random = torch.Tag.nondeterministic_seeded in func.tags
@@ -157,8 +185,7 @@ class ShadowExecution(TorchDispatchMode):
         self._check_entries(func, values, into_real=len(targets) < len(written))
         real_args, real_kwargs = pytree.tree_map(lambda leaf: self._real(leaf, func, written, random), (args, kwargs))
         out = func(*real_args, **real_kwargs)
-        self._close_all_but(targets)
-        self._open = targets
+        self._close_old()
         return written[0] if written else pytree.tree_map(self._stand_in, out)
 
     def _real(self, leaf: Any, func: Any, written: list[Tensor], random: bool) -> Any:
@@ -168,8 +195,7 @@ class ShadowExecution(TorchDispatchMode):
             return leaf
         overwritten = (random or func in OVERWRITING) and any(leaf is tensor for tensor in written) and leaf.numel() == value.numel
         flat = value.open(restore=not overwritten)
-        if value not in self._open:
-            self._open.append(value)
+        self._use(value)
         return torch.as_strided(flat.view(leaf.dtype), leaf.shape, leaf.stride(), leaf.storage_offset())
 
     def _check_entries(self, func: Any, values: list[_Value], into_real: bool) -> None:
@@ -222,10 +248,29 @@ class ShadowExecution(TorchDispatchMode):
         found = self._values.get(tensor.untyped_storage()._cdata)
         return None if found is None else found[1]
 
-    def _close_all_but(self, values: list[_Value]) -> None:
-        for value in self._open:
-            if value not in values:
-                value.close()
+    def _use(self, value: _Value) -> None:
+        if value.is_parameter:
+            self._open = [*(other for other in self._open if other is not value), value]
+
+    def _close_old(self) -> None:
+        while len(self._open) > 1 and sum(value.num_bytes for value in self._open) > self._open_bytes:
+            self._open.pop(0).close()
+
+
+class _TrueDevices(TorchFunctionMode):
+    """Answers for stand-ins where their values are."""
+
+    def __init__(self, shadow: ShadowExecution) -> None:
+        super().__init__()
+        self._shadow = shadow
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.device.__get__, torch.Tensor.is_meta.__get__):
+            with torch._C.DisableTorchFunction():
+                value = self._shadow._value(args[0])
+            if value is not None:
+                return value.device if func == torch.Tensor.device.__get__ else False
+        return func(*args, **(kwargs or {}))
 
 
 def _tensors(value: Any) -> list[Tensor]:

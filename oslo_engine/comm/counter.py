@@ -22,9 +22,9 @@ class CollectiveCounter(TorchDispatchMode):
             loss.backward()
         assert count.calls == {"allreduce": [8, 524288]}
 
-    ``calls`` maps the kind ("allreduce", "allgather", "reduce_scatter", "broadcast", "send", "recv", ...) to ``[calls, bytes]``.
-    Bytes are the size of what the rank hands in (for ``recv`` what it takes out), whatever algorithm carries it. Collectives
-    over a group of one rank are counted like any other. Barriers are not counted.
+    ``calls`` maps the kind ("allreduce", "allgather", "reduce_scatter", "broadcast", "send", "recv", ...) to
+    ``[calls, bytes]``. Bytes are the size of what the rank hands in (for ``recv`` what it takes out), whatever algorithm
+    carries it. Collectives over a group of one rank are counted like any other. Barriers are not counted.
 
     Communication: none of its own. It slows every operation inside the block: never leave it on while timing.
     """
@@ -59,7 +59,7 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 def _kind(name: str) -> str:
-    """``allreduce_``, ``all_reduce_``, ``all_reduce`` -> ``allreduce``; ``_allgather_base_``, ``all_gather_into_tensor`` -> ``allgather``."""
+    """``allreduce_``, ``all_reduce`` -> ``allreduce``; ``_allgather_base_``, ``all_gather_into_tensor`` -> ``allgather``."""
     plain = (
         name.strip("_").replace("all_reduce", "allreduce").replace("all_gather", "allgather").replace("all_to_all", "alltoall")
     )

@@ -91,13 +91,14 @@ class PipelineLinks:
         """Make the groups of all pipelines and return the links of the one this rank is in.
 
         Args:
-            pp_groups: global ranks of every pipeline, in the order of their stages; the same on every rank.
+            pp_groups: global ranks of every pipeline, ascending; the same on every rank.
             timeout: how long a message may be waited for. Process groups made here do not inherit the default group's.
 
         Communication: collective over the world (``dist.new_group``), three groups per pipeline.
         """
         mine: PipelineLinks | None = None
         for ranks in pp_groups:
+            assert list(ranks) == sorted(ranks), "process groups number their ranks in ascending order"
             if len(ranks) > 1:
                 forward, backward = (dist.new_group(list(ranks), timeout=timeout) for _ in range(2))
                 control = dist.new_group(list(ranks), timeout=timeout, backend="gloo")

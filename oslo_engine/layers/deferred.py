@@ -131,6 +131,7 @@ class _Deferrable(Function):
     @classmethod
     def run_forward(cls, ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
         ctx.dtype, ctx.x_dtype, ctx.bias_dtype = dtype, x.dtype, None if bias is None else bias.dtype
+        ctx.leaf = weight  # what is saved comes back as another object where it was recomputed
         x = x if dtype is None else x.to(dtype)
         ctx.save_for_backward(x, weight)
         if dtype is not None:
@@ -148,6 +149,7 @@ class _Deferrable(Function):
             grad_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.bias_dtype)
         if for_weight:
 
+            @torch.no_grad()  # it may run where the user has gradients enabled
             def compute() -> Tensor:
                 rows = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
                 return cls.weight_gradient(*rows).to(weight.dtype)
@@ -155,7 +157,7 @@ class _Deferrable(Function):
             if _queue is None:
                 grad_weight = compute()
             else:
-                _queue.append(WeightGradient(weight, compute))
+                _queue.append(WeightGradient(ctx.leaf, compute))
         return grad_x, grad_weight, grad_bias, None
 
 

@@ -46,7 +46,11 @@ def setitem(shard: VocabShard, index: Any, value: Any) -> None:
 
 
 def _written_out(shard: VocabShard, index: Any) -> tuple[list[Any], Any, list[Any]]:
-    """Spell out Ellipsis and missing dimensions; return the entries before the vocabulary's, the vocabulary's, and those behind."""
+    """Spell out Ellipsis and missing dimensions.
+
+    Returns:
+        The entries before the vocabulary's, the vocabulary's, and those behind it.
+    """
     entries = list(index) if isinstance(index, tuple) else [index]
     missing = shard.ndim - sum(_num_dims(entry) for entry in entries)
     at = next((position for position, entry in enumerate(entries) if entry is Ellipsis), len(entries))

@@ -1,4 +1,4 @@
-"""Which rows of the vocabulary a tp rank owns, and where a token id lies among them. Pure arithmetic on ids: no communication."""
+"""Which rows of the vocabulary a tp rank owns, and where a token id lies among them. Arithmetic only: no communication."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class VocabLayout:
         """Turn global ids into rows of this rank's slice.
 
         Returns:
-            ``(rows, inside)``: rows to read, 0 where the id belongs to another rank; and whether it is this rank's. Shapes as ``ids``.
+            ``(rows, inside)``, both of the shape of ``ids``: rows to read, 0 where the id belongs to another rank; and whether
+            it belongs to this one.
         """
         inside = (ids >= self.start) & (ids < self.stop)
         return torch.where(inside, ids - self.start, 0), inside
@@ -73,7 +74,8 @@ class VocabLayout:
 def check_ids(ids: Tensor, total: int, *, what: str, used: Tensor | None = None) -> None:
     """Refuse ids outside the vocabulary, which no rank would own and which would pass for a zero.
 
-    Ids are replicated, so every rank raises. On a GPU the check is a device-side assert, as in torch's own kernels: no synchronisation.
+    Ids are replicated, so every rank raises. On a GPU the check is a device-side assert, as in torch's own kernels: the host
+    does not wait for it.
 
     Args:
         ids: token ids, any shape.

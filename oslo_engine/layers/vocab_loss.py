@@ -1,6 +1,6 @@
 """Cross-entropy over a vocabulary that is cut over tp: whole logits never exist on any rank.
 
-Source: Megatron-LM (arXiv 1909.08053), section 3, "parallel cross-entropy"; label smoothing and the reductions as torch defines them.
+Source: Megatron-LM (arXiv 1909.08053), section 3; label smoothing and the reductions are as torch defines them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ def cross_entropy(
     Raises:
         IndexError: a target outside the vocabulary that is not ``ignore_index``.
 
-    Communication: forward three all-reduces of [N] (maximum, sum of exponentials, target logit), four with label smoothing; backward none.
+    Communication: forward three all-reduces of [N] (maximum, sum of exponentials, target logit), with label smoothing a fourth
+    (sum of logits); backward none.
     """
-    target, used = _checked(input, target, weight, size_average, reduce, ignore_index)
+    shard, target, used = _checked(input, target, weight, size_average, reduce, ignore_index)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be between 0.0 and 1.0, got {label_smoothing}")
-    local = input.raw_local().movedim(input.vocab.dim, -1)
-    losses = _CrossEntropy.apply(local, target, used, input.vocab, label_smoothing)
-    return _reduced(losses, used, reduction, loss_dtype(input))
+    local = shard.raw_local().movedim(shard.vocab.dim, -1)
+    losses = _CrossEntropy.apply(local, target, used, shard.vocab, label_smoothing)
+    return _reduced(losses, used, reduction, loss_dtype(shard))
 
 
 def nll_loss(
@@ -60,17 +61,18 @@ def nll_loss(
     reduction: str = "mean",
 ) -> Tensor:
     """``torch.nn.functional.nll_loss`` of log-probabilities. Communication: forward one all-reduce of [N], backward none."""
-    target, used = _checked(input, target, weight, size_average, reduce, ignore_index)
-    local = input.to_local().movedim(input.vocab.dim, -1)
-    picked = reduce_from(pick(local, target.unsqueeze(-1), input.vocab), input.vocab.axis).squeeze(-1)
+    shard, target, used = _checked(input, target, weight, size_average, reduce, ignore_index)
+    vocab = shard.vocab
+    local = shard.to_local().movedim(vocab.dim, -1)
+    picked = reduce_from(pick(local, target.unsqueeze(-1), vocab), vocab.axis).squeeze(-1)
     losses = torch.where(used, -picked.to(math_dtype(picked.dtype)), 0)
-    return _reduced(losses, used, reduction, loss_dtype(input))
+    return _reduced(losses, used, reduction, loss_dtype(shard))
 
 
 def _checked(
     input: Tensor, target: Tensor, weight: Any, size_average: Any, reduce: Any, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """Refuse what is not supported; return targets with 0 at the ignored positions, and the mask of the others."""
+) -> tuple[VocabShard, Tensor, Tensor]:
+    """Refuse what is not supported; return the shard, targets with 0 at the ignored positions, and the mask of the others."""
     if not isinstance(input, VocabShard) or isinstance(target, VocabShard):
         raise NeedsWholeVocabulary("logits as targets")
     if weight is not None or size_average is not None or reduce is not None:
@@ -87,7 +89,7 @@ def _checked(
         )
     used = target != ignore_index
     check_ids(target, input.vocab.total, what="target", used=used)
-    return torch.where(used, target, 0).long(), used
+    return input, torch.where(used, target, 0).long(), used
 
 
 def _reduced(losses: Tensor, used: Tensor, reduction: str, dtype: torch.dtype) -> Tensor:
@@ -103,8 +105,8 @@ def _reduced(losses: Tensor, used: Tensor, reduction: str, dtype: torch.dtype) -
 class _CrossEntropy(Function):
     """Loss of each target, zero where unused.
 
-    Saved are the logits, which live anyway, and three numbers a row; backward computes the softmax anew, piece by piece, straight into the
-    gradient. Beyond logits and gradient the memory is one piece.
+    Saved are the logits, which live anyway, and a few numbers a row. Backward computes the softmax anew, piece by piece,
+    straight into the gradient: beyond logits and gradient the memory is one piece.
     """
 
     @staticmethod

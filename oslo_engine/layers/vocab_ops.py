@@ -1,14 +1,14 @@
 """Operations on vocabulary-sharded logits that need no communication: shapes, indices, dtypes, entry by entry arithmetic.
 
-Shape operations work on the slice as it lies in memory (``raw_local``), so that a widened dtype stays a note; arithmetic works in the
-dtype shown (``to_local``). A replicated tensor that meets a shard passes through ``copy_to``: each rank uses it for its own entries, so
-its gradient is the sum over the ranks.
+Shape operations work on the slice as it lies in memory (``raw_local``), so that a widened dtype stays a note; arithmetic works
+in the dtype shown (``to_local``). A replicated tensor that meets a shard passes through ``copy_to``: each rank uses it for its
+own entries, so its gradient is the sum over the ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,18 @@ from oslo_engine.comm.collectives import copy_to
 from oslo_engine.layers.vocab_layout import VocabLayout
 from oslo_engine.layers.vocab_tensor import NeedsWholeVocabulary, VocabShard
 
-ELEMENTWISE = tuple(
-    "neg __neg__ abs exp log tanh sigmoid relu clamp clamp_min clamp_max nan_to_num isnan isinf isfinite"
-    " add sub subtract mul multiply div divide true_divide pow rsub maximum minimum where masked_fill eq ne lt le gt ge logical_and"
-    " logical_or logical_not __add__ __sub__ __mul__ __truediv__ __pow__ __radd__ __rsub__ __rmul__ __rtruediv__"
-    " __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __invert__ zeros_like ones_like full_like".split()
-)
+_ELEMENTWISE = """
+    neg abs exp log tanh sigmoid relu clamp clamp_min clamp_max nan_to_num isnan isinf isfinite zeros_like ones_like full_like
+    add sub subtract mul multiply div divide true_divide pow rsub maximum minimum where masked_fill
+    eq ne lt le gt ge logical_and logical_or logical_not
+    __neg__ __add__ __sub__ __mul__ __truediv__ __pow__ __radd__ __rsub__ __rmul__ __rdiv__ __rtruediv__ __rpow__
+    __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __invert__
+"""
+_REARRANGING = """
+    .T .mT transpose swapaxes swapdims permute movedim moveaxis squeeze unsqueeze select narrow index_select split chunk unbind
+"""
+ELEMENTWISE = tuple(_ELEMENTWISE.split())
+REARRANGING = tuple(_REARRANGING.split())
 IN_PLACE: dict[str, Any] = {
     **{f"{name}_": getattr(torch.Tensor, name) for name in ("add", "sub", "mul", "div", "masked_fill", "tanh", "clamp", "neg")},
     "__iadd__": torch.Tensor.add,
@@ -32,9 +38,6 @@ IN_PLACE: dict[str, Any] = {
     "__imul__": torch.Tensor.mul,
     "__itruediv__": torch.Tensor.div,
 }
-REARRANGING = tuple(
-    ".T .mT transpose swapaxes swapdims permute movedim moveaxis squeeze unsqueeze select narrow index_select split chunk unbind".split()
-)
 
 
 def first_shard(*values: Any) -> VocabShard:
@@ -42,7 +45,10 @@ def first_shard(*values: Any) -> VocabShard:
 
 
 def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VocabShard:
-    """Run an entry by entry operation on the slices. Communication: backward one all-reduce per replicated operand with a gradient."""
+    """Run an entry by entry operation on the slices.
+
+    Communication: backward one all-reduce of each replicated operand that has a gradient.
+    """
     if kwargs.get("out") is not None:
         raise NeedsWholeVocabulary("`out=` is not supported")
     vocab = first_shard(args, kwargs).vocab
@@ -80,21 +86,20 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VocabS
 def rearrange(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation that moves, drops or picks whole dimensions, and find out where the vocabulary went.
 
-    The operation is tried on shapes alone, with a vocabulary of V and of V + 1: the one dimension in which the results differ is the
-    vocabulary. Where there is none, or more, the operation cut the vocabulary.
+    The operation is tried on shapes alone, with a vocabulary of V and of V + 1: the one dimension in which the results differ is
+    the vocabulary. Where there is none, or more, the operation cut the vocabulary.
     """
     shard = args[0]
     if not isinstance(shard, VocabShard):
         raise NeedsWholeVocabulary("the logits are not the first argument")
     one, two = (_on_shapes(func, shard, extra, args[1:], kwargs) for extra in (0, 1))
-    locals_ = _listed(func(shard.raw_local(), *args[1:], **kwargs))
-    if not len(locals_) == len(_listed(one)) == len(_listed(two)):
+    shapes = [[result.shape for result in _listed(results)] for results in (one, two)]
+    if len(shapes[0]) != len(shapes[1]):
         raise NeedsWholeVocabulary("it cuts the vocabulary dimension")
-    results = []
-    for local, *shapes in zip(locals_, _listed(one), _listed(two), strict=True):
-        dim = _vocabulary_dim(shapes[0].shape, shapes[1].shape, shard.vocab.total)
-        results.append(shard.view_from(local, shard.vocab.at_dim(dim)))
-    return results[0] if isinstance(one, Tensor) else tuple(results)
+    dims = [_vocabulary_dim(*pair, shard.vocab.total) for pair in zip(*shapes, strict=True)]
+    locals_ = _listed(func(shard.raw_local(), *args[1:], **kwargs))
+    views = tuple(shard.view_from(local, shard.vocab.at_dim(dim)) for local, dim in zip(locals_, dims, strict=True))
+    return views[0] if isinstance(one, Tensor) else views
 
 
 def _on_shapes(func: Any, shard: VocabShard, extra: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -200,19 +205,9 @@ def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def cast(shard: VocabShard, dtype: torch.dtype) -> VocabShard:
-    """Show the slice in another dtype. Half precision -> fp32 is only noted: the value is the same, the copy would be twice the size."""
+    """Show the slice in another dtype. Half precision -> fp32 is only noted: the copy would be twice the size."""
     if dtype == shard.dtype:
         return shard
     if dtype == torch.float32 and shard.dtype in (torch.bfloat16, torch.float16):
         return VocabShard.wrap(shard.raw_local(), shard.vocab, dtype)
     return VocabShard.wrap(shard.to_local().to(dtype), shard.vocab)
-
-
-def backward(
-    shard: VocabShard,
-    gradient: Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    torch.autograd.backward(shard, gradient, retain_graph, create_graph, inputs=inputs)

@@ -1,6 +1,6 @@
 """Reductions over the vocabulary of sharded logits: each rank reduces its slice, one small all-reduce joins the results.
 
-Sizes below: N is batch * sequence. Reductions in half precision are done in fp32 and rounded once at the end, as torch's own kernels do.
+N below is batch * sequence. Half precision is reduced in fp32 and rounded once at the end, as in torch's own kernels.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ def pieces(rows: Tensor) -> Sequence[slice]:
 
 def row_max(rows: Tensor, vocab: VocabLayout) -> Tensor:
     """[N, slice] -> [N, 1], over the whole vocabulary. Communication: one all-reduce of [N]."""
-    if rows.shape[-1]:
-        top = rows.detach().amax(-1, keepdim=True)
-    else:
-        top = rows.new_full((rows.shape[0], 1), -torch.inf)
+    empty = rows.shape[-1] == 0
+    top = rows.new_full((rows.shape[0], 1), -torch.inf) if empty else rows.detach().amax(-1, keepdim=True)
     return all_reduce_max(top.to(math_dtype(rows.dtype)), vocab.axis)
 
 
@@ -120,7 +118,7 @@ def maximum(shard: VocabShard, dim: Any = None, keepdim: bool = False, *, axis: 
 
 def _top(shard: VocabShard, dim: Any, keepdim: bool) -> Tensor:
     _require_vocabulary_dim(shard, dim)
-    vocab, local = shard.vocab, shard.detach().to_local()
+    vocab, local = shard.vocab, shard.to_local().detach()
     if vocab.length:
         best, at = local.max(dim, keepdim=True)
     else:

@@ -33,7 +33,6 @@ VocabShard.handlers = {
     "is_contiguous": vocab_ops.is_contiguous,
     "clone": vocab_ops.clone,
     **dict.fromkeys(("detach", ".data"), vocab_ops.detach),
-    "backward": vocab_ops.backward,
     **dict.fromkeys(("to", "type_as"), vocab_ops.to),
     "cpu": partial(vocab_ops.to, device="cpu"),
     "float": partial(vocab_ops.cast, dtype=torch.float32),
@@ -63,10 +62,11 @@ def gather_logits(outputs: Any) -> Any:
         outputs: a model output, a tuple or dict of tensors, or a tensor. Unchanged.
 
     Returns:
-        A copy in which every vocabulary-sharded tensor is replaced by the whole one, ``[.., V]``, the same on every rank of the tp axis and
-        with a gradient; everything else, and a tensor that is whole already, as it was.
+        A copy in which every vocabulary-sharded tensor is replaced by the whole one, ``[.., V]``, with a gradient, the same on
+        every rank of the tp axis. Everything else, and a tensor that is whole already, as it was.
 
-    Communication: forward one all-gather per sharded tensor, of this rank's slice; backward none. Every rank of the tp axis must call it.
+    Communication: forward one all-gather per sharded tensor, of this rank's slice; backward none. Every rank of the tp axis
+    must call it.
     """
     return tree_map_only(VocabShard, _gather, outputs)
 

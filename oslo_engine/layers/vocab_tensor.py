@@ -1,8 +1,9 @@
 """The tensor class behind ``VocabShard``: the shape of whole logits, the memory of one rank's slice.
 
-Autograd runs through the shard itself, so hooks, ``retain_grad``, DDP's output handling and ``torch.autograd.grad`` see an ordinary
-tensor with a ``grad_fn``; its gradient is again a shard. Every operation leaves the shard (``_Unwrap``), works on the local slice and
-comes back (``_Wrap``). What an operation does stands in two tables which vocab_shard.py fills; what is in neither is refused.
+Autograd runs through the shard itself, so hooks, ``retain_grad``, DDP's output handling and ``torch.autograd.grad`` see an
+ordinary tensor with a ``grad_fn``; its gradient is again a shard. Every operation leaves the shard (``_Unwrap``), works on the
+local slice and comes back (``_Wrap``). What an operation does stands in two tables, which vocab_shard.py fills; what is in
+neither is refused. torch.compile breaks its graph here and goes on behind.
 """
 
 from __future__ import annotations
@@ -15,19 +16,23 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils._pytree import tree_leaves
 
 from oslo_engine.errors import ShardedLogitsError
 from oslo_engine.layers.vocab_layout import VocabLayout
 
 _aten = torch.ops.aten
 
-# Facts about the tensor and autograd's bookkeeping: torch's own answer for the logical shape is right. A leading dot marks a property.
-PLAIN = frozenset(
-    ".shape .dtype .device .ndim .layout .requires_grad .is_leaf .grad_fn .grad ._grad .output_nr ._version .retains_grad"
-    " ._backward_hooks .is_cuda .is_cpu .is_meta .is_sparse .is_quantized .is_nested .is_mkldnn .is_xpu .is_mps .itemsize .nbytes .names"
-    " .requires_grad= .grad= ._backward_hooks= size dim ndimension numel nelement __len__ element_size get_device __hash__ __dir__"
-    " is_floating_point is_complex is_signed requires_grad_ register_hook retain_grad grad register_post_accumulate_grad_hook".split()
-)
+# Facts about the tensor and autograd's bookkeeping: torch's own answer for the logical shape is right. A leading dot marks a
+# property, a trailing = its setter; "grad" and "backward" are also torch.autograd's functions.
+_PLAIN = """
+    .shape .dtype .device .ndim .layout .itemsize .nbytes .is_leaf .grad_fn .output_nr ._version .retains_grad
+    .requires_grad .requires_grad= .grad .grad= ._grad ._backward_hooks ._backward_hooks=
+    .is_cuda .is_cpu .is_meta .is_sparse .is_quantized .is_nested .is_mkldnn .is_xpu .is_mps
+    size dim ndimension numel nelement element_size get_device is_floating_point is_complex is_signed __len__ __hash__ __dir__
+    requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad grad backward
+"""
+PLAIN = frozenset(_PLAIN.split())
 
 
 class NeedsWholeVocabulary(Exception):
@@ -37,11 +42,11 @@ class NeedsWholeVocabulary(Exception):
 class VocabShard(Tensor):
     """Logits of which this rank holds one slice of the vocabulary. Made by a vocabulary-parallel head, never by hand.
 
-    Shape, dtype and autograd are those of the whole logits. Losses over the vocabulary are computed in parallel; anything that would need
-    the other ranks' slices raises ``ShardedLogitsError``. Printing, slicing and arithmetic never communicate.
+    Shape, dtype and autograd are those of the whole logits. Losses over the vocabulary are computed in parallel; anything that
+    would need the other ranks' slices raises ``ShardedLogitsError``. Printing, slicing and arithmetic never communicate.
 
-    ``dtype`` may be wider than the memory: ``logits.float()`` of bf16 logits (every Transformers loss begins with it) only notes the
-    wish, and the loss reads the bf16 slice, so that the fp32 copy is never made.
+    ``dtype`` may be wider than the memory: ``logits.float()`` of bf16 logits (every Transformers loss begins with it) only
+    notes the wish, and the loss reads the bf16 slice, so that the fp32 copy is never made.
     """
 
     vocab: VocabLayout
@@ -93,14 +98,12 @@ class VocabShard(Tensor):
     def assign(self, value: VocabShard) -> VocabShard:
         """Put ``value`` in this shard's place: what an in-place operation does."""
         if self._has_views:
-            raise NeedsWholeVocabulary(
-                "in place on logits that share memory with a view; use the form that returns a new tensor"
-            )
+            raise NeedsWholeVocabulary("in place on logits that share memory with a view; write `x = x + ...` instead")
         if value.shape != self.shape or value.dtype != self.dtype:
             raise NeedsWholeVocabulary(f"in place would change {tuple(self.shape)} {self.dtype}")
         return _Assign.apply(self, value)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         local = torch.Tensor.__repr__(self._local)
         return f"VocabShard(shape={list(self.shape)}, dtype={self.dtype}, dim {self.vocab.dim} = {self.vocab}, local={local})"
 
@@ -110,7 +113,8 @@ class VocabShard(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabShard:
         if not self.is_leaf:
             raise RuntimeError("only tensors made by the user can be deep-copied: detach() the logits first")
-        copy = VocabShard.wrap(self._local.clone(), self.vocab, self.dtype).requires_grad_(self.requires_grad)
+        copy = VocabShard.wrap(self._local.clone(), self.vocab, self.dtype)
+        copy.requires_grad_(self.requires_grad)
         memo[id(self)] = copy
         return copy
 
@@ -134,7 +138,9 @@ class VocabShard(Tensor):
         raise refusal(name, "", *args, *kwargs.values())
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         # Python code is caught above; what arrives here is the autograd engine (sums and copies of gradients) or code in C++.
         if func in _ENGINE_COPIES and (func is not _aten.view.default or list(args[1]) == list(args[0].shape)):
             shard = args[0]
@@ -219,12 +225,12 @@ def _call(handler: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def refusal(operation: str, why: str, *operands: Any) -> ShardedLogitsError:
     """The error for an operation that one slice cannot answer."""
-    shard = next((operand for operand in operands if isinstance(operand, VocabShard)), None)
+    shard = next((operand for operand in tree_leaves(operands) if isinstance(operand, VocabShard)), None)
     return ShardedLogitsError(
         f"`{operation}` needs the whole vocabulary, but this rank holds a slice of the logits" + (f": {why}" if why else ""),
         where=_caller(),
         got=f"entries {shard.vocab}, shape {tuple(shard.shape)}" if shard is not None else None,
-        hint="gather them first with oslo.gather_logits(outputs) (one all-gather, whole logits on every rank), or run under torch.no_grad()",
+        hint="gather them with oslo.gather_logits(outputs), on every tp rank, or run the model under torch.no_grad()",
     )
 
 

@@ -1,11 +1,12 @@
 """Embedding and head that hold only this rank's rows of the vocabulary.
 
-The modules stay what they were: the object is the same, and its class is replaced by a subclass of its own class, under the same name, so
-that an embedding that scales its output, or a head that caps its logits, goes on doing so.
+The modules stay what they were: the object is the same, and its class becomes a subclass of its own class, so that an embedding
+that scales its output, or a head that scales its logits, goes on doing so.
 
-``num_embeddings`` and ``out_features`` keep meaning the whole vocabulary: that is what Transformers compares with ``len(tokenizer)`` and
-copies from the embedding to a tied head, what peft sizes adapters by, and what repr should show. Only ``weight`` (and ``bias``) is this
-rank's slice. ``padding_idx`` is a row of ``weight``, so it is the slice's: None on the ranks that do not own the row.
+``num_embeddings`` and ``out_features`` keep meaning the whole vocabulary: that is what users compare with ``len(tokenizer)``,
+what Transformers copies from the embedding to a tied head, what peft sizes adapters by, and what repr should show. Only
+``weight`` (and ``bias``) is this rank's slice. ``padding_idx`` is read as a row of ``weight`` (by ``forward`` and by Transformers'
+initialisation), so it is the slice's: None on the ranks that do not own the row.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def vocab_parallel_embedding(module: nn.Module, axis: Axis, sizes: Sequence[int]
     """Make an embedding look up ids of the whole vocabulary in the rows of all ranks.
 
     Args:
-        module: ``nn.Embedding`` or a subclass whose forward is linear in the rows; ``weight`` is [sizes[axis.rank], hidden] already.
+        module: ``nn.Embedding`` or a subclass that treats each token by itself; ``weight`` is [sizes[axis.rank], hidden].
         axis: the tp axis.
         sizes: rows per rank, ``torch.tensor_split`` sizes of the vocabulary.
 
@@ -57,8 +58,8 @@ def vocab_parallel_head(module: nn.Module, axis: Axis, sizes: Sequence[int]) -> 
     """Make a language-model head compute this rank's slice of the logits.
 
     Args:
-        module: ``nn.Linear`` or a subclass with logits in its last dimension; ``weight`` is [sizes[axis.rank], hidden] already, ``bias``
-            (if any) [sizes[axis.rank]].
+        module: ``nn.Linear`` or a subclass with logits in its last dimension; ``weight`` is [sizes[axis.rank], hidden],
+            ``bias`` (if any) [sizes[axis.rank]].
         axis: the tp axis.
         sizes: rows per rank, as for the embedding.
 
@@ -68,7 +69,8 @@ def vocab_parallel_head(module: nn.Module, axis: Axis, sizes: Sequence[int]) -> 
     Raises:
         PlanError: weight or bias does not have this rank's rows.
 
-    Communication: with gradients enabled forward none, backward one all-reduce of the hidden states; else one all-gather of the logits.
+    Communication: with gradients enabled forward none, backward one all-reduce of the hidden states; without, one all-gather of
+    the logits.
     """
     if axis.size == 1:
         return module

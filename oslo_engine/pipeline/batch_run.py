@@ -261,12 +261,12 @@ class BatchRun:
         if self._empty:
             return
         queue = self._queues.pop((action.stage, micro.index))
-        with torch.no_grad(), self._autocast.off(), self._timed(action):
+        with self._autocast.off(), self._timed(action):
             while queue:
                 entry = queue.pop()  # its tensors can be freed after this
                 index = self._index.get(id(entry.weight))
-                if index is not None:
-                    self._sums.add(index, entry.compute())
+                assert index is not None, "a weight whose gradient was put off is not among the program's parameters"
+                self._sums.add(index, entry.compute())
 
     def _timed(self, action: Action) -> AbstractContextManager[None]:
         return nullcontext() if self._timeline is None else noted(action, self._timeline, self._device)

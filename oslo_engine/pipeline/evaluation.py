@@ -57,7 +57,8 @@ def evaluate(program: ModelProgram, module: nn.Module, kwargs: Mapping[str, Any]
     outputs = program.runtime.evaluate(micros)
     merged = None if outputs is None else _merge(outputs, micros)
     axis, source = program.runtime.links.axis, program.state.plan.rank_of_stage[-1]
-    return _share(merged, axis, source, cache, keep_logits=not program.decoding, device=program.runtime.device)
+    only_ids_travel = program.decoding and module is program.model  # the encoder's output is needed by every decoder stage
+    return _share(merged, axis, source, cache, keep_tensors=not only_ids_travel, device=program.runtime.device)
 
 
 def _micro_batches(program: ModelProgram, given: Mapping[str, Any], *, whole: bool) -> list[MicroBatch]:
@@ -100,7 +101,7 @@ class _OwnCache:
     """Stands for the cache in an output that travels: every rank has its own."""
 
 
-def _share(output: Any, axis: Axis, source: int, cache: Cache | None, *, keep_logits: bool, device: torch.device) -> Any:
+def _share(output: Any, axis: Axis, source: int, cache: Cache | None, *, keep_tensors: bool, device: torch.device) -> Any:
     """Give every pp rank the output that the source has."""
     is_cache = lambda leaf: isinstance(leaf, Cache)  # noqa: E731
     box: list[Any] = [None]
@@ -122,7 +123,7 @@ def _share(output: Any, axis: Axis, source: int, cache: Cache | None, *, keep_lo
             filled.append(cache)
         elif not isinstance(leaf, _Described):
             filled.append(leaf)
-        elif keep_logits:
+        elif keep_tensors:
             tensor = next(received).contiguous() if axis.rank == source else torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
             dist.broadcast(tensor, group=axis.group, group_src=source)
             filled.append(tensor)

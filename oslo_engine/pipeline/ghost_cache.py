@@ -7,6 +7,9 @@ bookkeeping of every cache class stays true at a cost of one number a token.
 
 from __future__ import annotations
 
+import copy
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,3 +43,26 @@ def feed_ghost(block: nn.Module, hidden: Tensor, cache: Cache) -> None:
             cache.is_updated[layer] = True
         cache = cache.self_attention_cache
     cache.update(ghost, ghost, layer)
+
+
+_MIRRORED = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "reset")
+
+
+def caches_of_stages(cache: Cache, stages: Sequence[int]) -> dict[int, Cache]:
+    """The cache that each stage of this rank works on: the given one for the first, a copy of its own for any other.
+
+    Two stages of one rank run the same forward one after the other, and each must find all layers as they were before it. Changes
+    that ``generate`` makes to the given cache between steps (beams, cropping) reach the copies too.
+    """
+    if len(stages) > 1 and "_oslo_copies" not in cache.__dict__:
+        cache._oslo_copies = {stage: copy.deepcopy(cache) for stage in stages[1:]}
+        for name in _MIRRORED:
+            if hasattr(cache, name):
+                setattr(cache, name, functools.partial(_everywhere, cache, name))
+    return {stages[0]: cache, **cache.__dict__.get("_oslo_copies", {})}
+
+
+def _everywhere(cache: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    for copied in cache._oslo_copies.values():
+        getattr(copied, name)(*args, **kwargs)
+    return getattr(type(cache), name)(cache, *args, **kwargs)

@@ -17,6 +17,7 @@ from oslo_engine.comm.p2p import PipelineLinks
 from oslo_engine.comm.random import has_dropout
 from oslo_engine.errors import UnsupportedError
 from oslo_engine.pipeline.evaluation import evaluate
+from oslo_engine.pipeline.ghost_cache import caches_of_stages, find_cache
 from oslo_engine.pipeline.loop import PipelineLoop, open_loop, train_step
 from oslo_engine.pipeline.micro_batch import MicroBatch, split_batch, weigh_by_labels
 from oslo_engine.pipeline.runtime import PipelineRuntime
@@ -66,10 +67,17 @@ class ModelProgram:
             return run.outgoing()
         with state.switch.handled_by(run), state.streams.batch(micro.index):
             try:
-                output = call.module(**micro.kwargs)
+                output = call.module(**self._with_cache_of(stage, micro.kwargs))
             except StageDone:
                 return run.outgoing()
         return output
+
+    def _with_cache_of(self, stage: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+        cache = find_cache(kwargs)
+        if cache is None:
+            return kwargs
+        own = caches_of_stages(cache, self.state.plan.stages_of(self.state.mesh.at.pp_rank))[stage]
+        return {name: own if value is cache else value for name, value in kwargs.items()}
 
     def finish_gradients(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         return self._shared.sum(self.parameters(), gradients)

@@ -30,7 +30,9 @@ def load_policy(path: Path, find_base: Callable[[str], Path]) -> Policy:
     try:
         policy = Policy(**content)
     except ValidationError as error:
-        first = error.errors()[0]
+        errors = error.errors()
+        # A misspelt key is also a missing one: the first is the cause.
+        first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
         location = [str(part) for part in first["loc"]]
         raise PolicyError(
             f"the policy is not valid: {first['msg'].removeprefix('Value error, ')}",

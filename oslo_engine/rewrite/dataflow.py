@@ -1,19 +1,20 @@
 """What every pipeline stage receives, reads and can leave out, from one recording.
 
-A stage runs the model's own forward from the top: calls of other stages' blocks are answered by stand-ins, and it stops after the last
-block call of its own. Walking back from what a stage must get right (the arguments of its block calls, on the last stage the model's
-output, and every value that Python branches on) and stopping at block calls gives
+A stage runs the model's own forward from the top: calls of other stages' blocks are answered by stand-ins, and it stops
+after the last block call of its own. Walking back from what a stage must get right (the arguments of its block calls, on
+the last stage the model's output, and every value that Python branches on) and stopping at block calls gives
 
 * the block results it needs from earlier stages: these are carried, through all stages between;
 * the parameters outside the blocks it needs, and so the modules it does not need.
 
-Everything else that the walk passes (masks, position ids, a norm between encoder and decoder) each stage computes for itself.
+Everything else that the walk passes (masks, position ids, a norm between encoder and decoder) each stage computes by itself.
 """
 
 from __future__ import annotations
 
 import bisect
 import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ class Value:
 
     Attributes:
         call: number of the call.
-        path: leads to it in the call's output or, if ``written``, in its arguments after the call: ("kwargs", "shared", "full", 0).
+        path: leads to it in the call's output or, if ``written``, in its arguments after the call: ("kwargs", "kv", "full").
         written: the block put it into a dict or list among its arguments.
     """
 
@@ -80,9 +81,9 @@ class DataFlow:
         blocks_of_stage: per stage, the blocks it calls.
         live_parameters: per stage, names of parameters outside its blocks that it reads, with all their aliases.
         live_buffers: the same for buffers.
-        dead_modules: per stage, modules outside the blocks that own parameters or buffers and none of whose calls it needs: a call may
-            be answered with one expanded zero. A module is dead or alive as a whole: if one of its calls is needed its parameters are
-            there, so the others can run too.
+        dead_modules: per stage, modules outside the blocks that own parameters or buffers and none of whose calls it needs:
+            a call may be answered with one expanded zero. A module is dead or alive as a whole: if one of its calls is
+            needed its parameters are there, so the others can run too.
         random_in_several_stages: draws that must agree between stages.
     """
 
@@ -126,22 +127,25 @@ def analyze(recording: Recording, stage_of_call: Sequence[int], num_stages: int)
 
     Args:
         recording: of one mode, see ``record``.
-        stage_of_call: the stage of every block call, in the order of ``recording.calls``: from 0 to num_stages - 1, never falling.
+        stage_of_call: the stage of every block call, in the order of ``recording.calls``; it never falls.
         num_stages: number of virtual stages. Some may have no call: while decoding, those of an encoder.
 
     Returns:
         The data flow; ``carried[0]`` is empty.
 
     Raises:
-        PlanError: the stages do not fit the calls, or a block hands a value past its output (a shared cache, a hook, a write into its
-            argument) to another stage.
+        PlanError: the stages do not fit the calls, or a block hands a value past its output (a shared cache, a hook, a
+            write into its argument) to another stage.
 
     Communication: none.
     """
     _check_stages(recording, stage_of_call, num_stages)
     _check_hidden_flows(recording, stage_of_call)
     stages = [_Stage(recording, stage_of_call, stage, num_stages) for stage in range(num_stages)]
-    received = [{value for later in stages[s:] for value in later.needs if stage_of_call[value.call] < s} for s in range(num_stages)]
+    received = [
+        {value for later in stages[stage:] for value in later.needs if stage_of_call[value.call] < stage}
+        for stage in range(num_stages)
+    ]
     return DataFlow(
         num_stages=num_stages,
         calls=tuple(Call(call.name, call.nth) for call in recording.calls),
@@ -153,7 +157,7 @@ def analyze(recording: Recording, stage_of_call: Sequence[int], num_stages: int)
         live_parameters=tuple(stage.names_read(buffers=False) for stage in stages),
         live_buffers=tuple(stage.names_read(buffers=True) for stage in stages),
         dead_modules=tuple(stage.dead_modules for stage in stages),
-        random_in_several_stages=_shared_random(recording, stages),
+        random_in_several_stages=tuple(_shared_random(recording, stages)),
     )
 
 
@@ -172,8 +176,9 @@ class _Stage:
         self.own_calls: list[BlockCall] = [recording.calls[number] for number in own]
         is_last = stage == num_stages - 1
         self._end = len(self._nodes) if is_last else self._first_stop(stage)
-        self._candidates = [span for span in recording.spans if not self._holds_a_call(span)]
+        self._candidates = [span for span in recording.spans if span.replaceable and not self._holds_a_call(span)]
         self.live: set[fx.Node] = set()
+        self._results: set[fx.Node] = set()
         self.needs: set[Value] = set()
         roots = [call.node for call in self.own_calls] + [node for node in self._nodes if node.op == "output" and is_last]
         self._walk_back(argument for root in roots for argument in root.all_input_nodes)
@@ -183,8 +188,8 @@ class _Stage:
     def _first_stop(self, stage: int) -> int:
         """Position behind the stage's last own call.
 
-        Where it has none, it stops at the first later call (an encoder's stage while decoding), or runs nothing (a decoder's stage while
-        the encoder is called by itself).
+        Where it has none, it stops at the first later call (an encoder's stage while decoding), or runs nothing (a
+        decoder's stage while the encoder is called by itself).
         """
         if self.own_calls:
             return self._position[self.own_calls[-1].node] + 1
@@ -203,6 +208,7 @@ class _Stage:
             value = value_of(node)
             if value is not None:
                 self.needs.add(value)
+                self._results.add(node)
                 continue
             if "escape" in node.meta:
                 self._check_escape(node)
@@ -222,8 +228,14 @@ class _Stage:
 
     def _dead_modules(self) -> tuple[str, ...]:
         computed = sorted(self._position[node] for node in self.live if node.op == "call_function")
-        outside_reads = {alias for call in self.own_calls for name in call.outside_reads for alias in self._recording.aliases[name]}
-        alive = {span.module for span in self._recording.spans if span not in self._candidates or _any_between(computed, span)}
+        needed = self.live | self._results
+        aliases = self._recording.aliases
+        outside_reads = {alias for call in self.own_calls for name in call.outside_reads for alias in aliases[name]}
+        alive = {
+            span.module
+            for span in self._recording.spans
+            if span not in self._candidates or _any_between(computed, span) or not needed.isdisjoint(span.handed_through)
+        }
         return tuple(
             module
             for module in dict.fromkeys(span.module for span in self._candidates)
@@ -235,12 +247,11 @@ class _Stage:
         return any(span.first <= position < span.last and span.module in modules for span in self._candidates)
 
     def names_read(self, *, buffers: bool) -> tuple[str, ...]:
-        """Parameters (or buffers) read by what the stage runs outside its blocks, needed or not, and by its blocks from outside."""
+        """Parameters (or buffers) read outside the stage's blocks, needed or not, and those that its blocks read from there."""
         read = {name for call in self.own_calls for name in call.outside_reads}
         own = {call.node for call in self.own_calls}
         for node in self._nodes[: self._end]:
-            runs = node in own if node.op == "call_module" else node.op == "call_function" and not self._within(node, self.dead_modules)
-            if runs or node.op == "output":
+            if node in own if node.op == "call_module" else not self._within(node, self.dead_modules):
                 read |= {str(source.target) for source in node.all_input_nodes if source.op == "get_attr"}
         names = [name for name in self._recording.aliases if name in read and (name in self._recording.buffers) is buffers]
         return tuple(alias for name in names for alias in self._recording.aliases[name])
@@ -253,7 +264,7 @@ class _Stage:
                 where=f"{self._recording.calls[number].name}, read by stage {self._stage}",
                 expected="blocks that only hand on what they return",
                 got="a captured inner output, or a write into an argument",
-                hint="switch off what the model collects inside its blocks (output_router_logits, output_attentions), or use pp=1",
+                hint="switch off what the model collects inside its blocks (output_router_logits), or use pp=1",
             )
 
 
@@ -278,24 +289,21 @@ def _in_order(value: Value) -> tuple[int, bool, tuple[str, ...]]:
     return value.call, value.written, tuple(f"{key:06d}" if isinstance(key, int) else key for key in value.path)
 
 
-def _shared_random(recording: Recording, stages: Sequence[_Stage]) -> tuple[SharedRandom, ...]:
-    return tuple(_random_nodes(recording, stages))
-
-
-def _random_nodes(recording: Recording, stages: Sequence[_Stage]) -> Iterator[SharedRandom]:
-    draws: dict[tuple[str, int], int] = {}
+def _shared_random(recording: Recording, stages: Sequence[_Stage]) -> Iterator[SharedRandom]:
+    draws: Counter[tuple[str, int]] = Counter()
     for node in recording.random:
-        at = node.meta["at"]
-        index = draws[at] = draws.get(at, -1) + 1
+        module, nth = node.meta["at"]
         needing = tuple(number for number, stage in enumerate(stages) if node in stage.live)
         if len(needing) > 1:
-            yield SharedRandom(*at, op=getattr(node.target, "__name__", str(node.target)), index=index, stages=needing)
+            op = getattr(node.target, "__name__", str(node.target))
+            yield SharedRandom(module, nth, op, draws[module, nth], needing)
+        draws[module, nth] += 1
 
 
 def _check_stages(recording: Recording, stage_of_call: Sequence[int], num_stages: int) -> None:
     calls = [call.name for call in recording.calls]
     if num_stages < 1:
-        raise PlanError("there must be at least one stage", where=f"num_stages={num_stages}", expected="1 or more", got=str(num_stages))
+        raise PlanError("there must be at least one stage", where="num_stages", expected="1 or more", got=str(num_stages))
     if len(stage_of_call) != len(calls):
         raise PlanError(
             "the stages do not fit the recorded block calls",

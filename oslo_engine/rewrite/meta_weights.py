@@ -1,7 +1,8 @@
 """Run a model whose parameters are on ``meta`` on small real activations, without ever allocating a weight.
 
-The parameters cost nothing, the activations are exact where they do not depend on a parameter and zero where they do. Masks,
-position ids, routing, cache lengths and everything Python branches on are therefore real, and the data flow is the model's own.
+The parameters cost nothing, the activations are exact where they do not depend on a parameter and zero where they do.
+Masks, position ids, routing, cache lengths and everything Python branches on are therefore real, and the data flow is the
+model's own.
 
     real values only         computed: masks, positions, ``.item()`` and ``nonzero`` are exact
     parameters only          computed on meta: ``W.t()`` or ``W[i]`` have a shape and no data
@@ -59,8 +60,9 @@ def as_meta(value: Any) -> Any:
 class MetaWeights(TorchDispatchMode):
     """The rules of the module docstring, for every operation executed while the mode is on.
 
-    ``observe`` is called after every operation with the tensors it took and the tensors it gave. ``num_reads`` counts the values that Python read (``item()``, ``bool(t)``), ``num_draws`` the operations that drew random
-    numbers: compare them before and after.
+    ``observe`` is called after every operation with the tensors it took and the tensors it gave. ``num_reads`` counts the
+    values that Python read (``item()``, ``bool(t)``), ``num_draws`` the operations that drew random numbers: compare before
+    and after.
     """
 
     def __init__(self) -> None:
@@ -83,7 +85,7 @@ class MetaWeights(TorchDispatchMode):
         tensors = tensors_in((args, kwargs))
         num_meta = sum(t.is_meta for t in tensors)
         if kwargs.get("device") is not None:
-            if func is aten._to_copy.default and kwargs["device"] != tensors[0].device and kwargs.get("dtype") in (None, tensors[0].dtype):
+            if _only_moves(func, tensors, kwargs):
                 return tensors[0]  # x.to(weight.device) and weight.to(x.device): there is one device
             kwargs["device"] = META if tensors and num_meta == len(tensors) else CPU
         if not num_meta:
@@ -121,6 +123,13 @@ class MetaWeights(TorchDispatchMode):
         if kwargs.get("device") is not None:
             kwargs["device"] = CPU
         return func(*args, **kwargs)
+
+
+def _only_moves(func: Any, tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
+    """Whether the operation is ``x.to(device)`` and changes nothing else."""
+    if func is not aten._to_copy.default or kwargs["device"] == tensors[0].device:
+        return False
+    return kwargs.get("dtype") in (None, tensors[0].dtype)
 
 
 def _written_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
@@ -172,7 +181,7 @@ def _copied_dicts(module: nn.Module) -> dict[str, dict[Any, Any]]:
 
 @contextlib.contextmanager
 def without_weights(model: nn.Module) -> Iterator[MetaWeights]:
-    """Run ``model`` under ``MetaWeights`` and leave no trace in the model, the random state, the grad mode or the default device."""
+    """Run ``model`` under ``MetaWeights``. No trace stays in the model, the random state, the grad mode, the default device."""
     weights = MetaWeights()
     with (
         unchanged(model),

@@ -2,26 +2,27 @@
 
     graph:   input_ids -> embedding -> [model.layers.0] -> getitem -> [model.layers.1] -> ... -> norm -> linear -> cross_entropy
 
-The recording holds for one mode (training, prefill, decode) and any batch size or length; what a stage needs and what crosses a cut
-is read off it in ``dataflow``.
+The recording holds for one mode (training, prefill, decode) and any batch size or length. What a stage needs and what crosses
+a cut is read off it in ``dataflow``.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from oslo_engine.errors import PlanError
 from oslo_engine.rewrite.effects import Effects
 from oslo_engine.rewrite.meta_weights import MetaWeights, tensors_in, without_weights
 from oslo_engine.rewrite.replay import Replay
-from oslo_engine.rewrite.structure import Path, Structure, Written, arguments_of, at, slots
+from oslo_engine.rewrite.structure import SCALARS, Path, Structure, Written, arguments_of, at, slots, walk
 from oslo_engine.rewrite.tape import Tape, escaped
 
 if TYPE_CHECKING:
@@ -53,12 +54,23 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class Span:
-    """One call of a module outside the blocks that owns parameters or buffers: it recorded ``graph.nodes[first:last]``."""
+    """One call of a module outside the blocks that owns parameters or buffers.
+
+    Attributes:
+        module: its name.
+        nth: how many calls of it came before.
+        first: the call recorded ``graph.nodes[first:last]``.
+        last: see ``first``.
+        handed_through: nodes of tensors that it returned but did not make: its input, handed through.
+        replaceable: whether it returned tensors and plain values only, so that zeros can stand for its answer.
+    """
 
     module: str
     nth: int
     first: int
     last: int
+    handed_through: tuple[fx.Node, ...]
+    replaceable: bool
 
 
 @dataclass(frozen=True)
@@ -73,9 +85,9 @@ class Recording:
     """What ``record`` saw. It holds no tensor and no module.
 
     Attributes:
-        graph: torch-function level. ``node.meta["at"]`` is the innermost call outside the blocks, as (module, nth); ``meta["read"]``
-            marks values that Python read, ``meta["random"]`` nodes that drew random numbers, ``meta["call"]`` is the number of a
-            block call and ``meta["escape"]`` that of the call which a value left by a side door.
+        graph: torch-function level. ``node.meta["at"]`` is the innermost call outside the blocks, as (module, nth);
+            ``meta["read"]`` marks values that Python read, ``meta["random"]`` nodes that drew random numbers, ``meta["call"]``
+            is the number of a block call and ``meta["escape"]`` that of the call which a value left by a side door.
         calls: the block calls in order.
         spans: calls of modules outside the blocks, by position in the graph.
         aliases: name of each parameter and buffer in the graph -> all its names (ties).
@@ -105,17 +117,17 @@ def record(model: PreTrainedModel, leaves: Sequence[str], inputs: Mapping[str, A
     """Run ``model`` once and write down its data flow.
 
     Args:
-        model: parameters on meta, float32 (see ``skeleton``); in the train or eval state to be recorded. Found again as it was.
+        model: parameters on meta, float32 (see ``skeleton``); in the train or eval state to be recorded. It is left as it was.
         leaves: names of the blocks, relative to ``model``.
-        inputs: keyword arguments, small and real: tensors, numbers, model outputs, a cache (which is filled, as by any forward).
+        inputs: keyword arguments, small and real: tensors, numbers, model outputs, a cache (which is filled, as always).
         root: name of the submodule to call instead of the whole model, for instance the encoder.
 
     Returns:
         The recording. Its size does not depend on the model's weights.
 
     Raises:
-        PlanError: a leaf or the root is no module of the model, blocks lie within one another, no block was called, or a block returns
-            something that no stand-in could be built for.
+        PlanError: a leaf or the root is no module of the model, blocks lie within one another, no block was called, or a block
+            returns something that no stand-in could be built for.
 
     Communication: none.
     """
@@ -126,7 +138,7 @@ def record(model: PreTrainedModel, leaves: Sequence[str], inputs: Mapping[str, A
 
 
 class _Recorder:
-    """Wraps the forward of every block and of every module outside the blocks; ``without_weights`` takes the wrappers off again."""
+    """Wraps the forward of all blocks and of all modules outside them; ``without_weights`` takes the wrappers off again."""
 
     def __init__(self, model: nn.Module, blocks: dict[str, nn.Module], weights: MetaWeights) -> None:
         self._aliases, self._buffers, names = _tensor_names(model)
@@ -145,8 +157,9 @@ class _Recorder:
 
     @staticmethod
     def _wrap(name: str, module: nn.Module, call: Callable[..., Any]) -> None:
-        # nn.Module.__call__ finds the instance attribute, and so do direct calls of forward; whatever wraps __call__ stays outside.
-        module.forward = functools.wraps(module.forward)(functools.partial(call, name, module.forward))  # type: ignore[method-assign]
+        # nn.Module.__call__ finds the instance attribute, and so do direct calls of forward; what wraps __call__ stays outside.
+        wrapper = functools.partial(call, name, module.forward)
+        module.forward = functools.wraps(module.forward)(wrapper)  # type: ignore[method-assign]
 
     def run(self, root: nn.Module, inputs: Mapping[str, Any]) -> Recording:
         tape = self._tape
@@ -188,7 +201,11 @@ class _Recorder:
         nth, first = self._counts[name], len(nodes)
         output = self._call_outside(name, forward, *args, **kwargs)
         if not self._tape.in_block:
-            self._spans.append(Span(name, nth, first, len(nodes)))
+            returned = [self._tape.node_of(tensor) for tensor in tensors_in(output)]
+            made = set(itertools.islice(reversed(nodes), len(nodes) - first))
+            replaceable = bool(returned) and all(isinstance(leaf, (Tensor, *SCALARS)) for _, leaf in walk(output))
+            handed_through = tuple(node for node in returned if node not in made)
+            self._spans.append(Span(name, nth, first, len(nodes), handed_through, replaceable))
         return output
 
     def _call_block(self, name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -223,7 +240,8 @@ class _Recorder:
     ) -> None:
         tape = self._tape
         for path, _ in slots(structure):
-            tape.bind(at(output, path), functools.reduce(lambda parent, key: tape.add(operator.getitem, (parent, key)), path, node))
+            steps = functools.reduce(lambda parent, key: tape.add(operator.getitem, (parent, key)), path, node)
+            tape.bind(at(output, path), steps)
         for entry in written:
             for path, _ in slots(entry.value):
                 whole = (*entry.path, entry.key, *path)
@@ -240,7 +258,7 @@ def _described(name: str, effects: Effects, output: Any) -> tuple[Structure, tup
 
 def _tensor_names(model: nn.Module) -> tuple[dict[str, tuple[str, ...]], frozenset[str], dict[int, str]]:
     """All names of every parameter and buffer, which are buffers, and the first name by ``id``."""
-    named = list(model.named_parameters(remove_duplicate=False))
+    named: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
     num_parameters = len(named)
     named += model.named_buffers(remove_duplicate=False)
     first: dict[int, str] = {}
@@ -265,7 +283,7 @@ def _blocks(model: nn.Module, leaves: Sequence[str]) -> dict[str, nn.Module]:
     for name in blocks:
         inner = next((other for other in blocks if other.startswith(f"{name}.")), None)
         if inner is not None:
-            raise PlanError("a block lies within another block", where=inner, expected="blocks side by side", got=f"inside {name}")
+            raise PlanError("a block lies within another block", where=inner, expected="blocks side by side", got=f"in {name}")
     return blocks
 
 

@@ -1,8 +1,8 @@
 """Run one block per signature: a model of 126 equal blocks is recorded at the price of one.
 
-Two block calls have the same signature when the modules are built alike and the arguments have the same shapes, types and plain
-values. The second one is answered with zeros of the first one's structure. A call that could have effects beyond its output (an
-object such as a cache, a dict or a list among its arguments) has no signature and is always run.
+Two block calls have the same signature when the modules are built alike and the arguments have the same shapes, types and
+plain values. The second one is answered with zeros of the first one's structure. A call that could have effects beyond its
+output (an object such as a cache, a dict or a list among its arguments) has no signature and is always run.
 """
 
 from __future__ import annotations
@@ -47,13 +47,15 @@ class Replay:
         if mutable_in(arguments) or not all(isinstance(leaf, (Tensor, *PLAIN)) for _, leaf in leaves):
             return None
         first: dict[int, int] = {}  # which arguments are one object
-        described = tuple(
-            (path, tuple(leaf.shape), leaf.dtype, first.setdefault(id(leaf), position)) if isinstance(leaf, Tensor) else (path, leaf)
-            for position, (path, leaf) in enumerate(leaves)
-        )
+        described: list[Hashable] = []
+        for position, (path, leaf) in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                described.append((path, tuple(leaf.shape), leaf.dtype, first.setdefault(id(leaf), position)))
+            else:
+                described.append((path, type(leaf), leaf))
         if name not in self._builds:
             self._builds[name] = self._build(name)
-        return (self._builds[name], described)
+        return (self._builds[name], tuple(described))
 
     def remember(self, signature: Hashable, output: Any, structure: Structure, outside_reads: tuple[str, ...]) -> None:
         """Answer later calls of this signature by this one's structure."""
@@ -72,19 +74,17 @@ class Replay:
     def _build(self, name: str) -> Hashable:
         """How a block is made: classes, parameter shapes and plain attributes, where its own position counts as equal.
 
-        The first and the last block of a stack are never answered by another: code that asks for its position asks for those.
+        The first and the last block of a stack are never answered by another: code that asks where it is asks for these.
         """
         stack, _, position = name.rpartition(".")
         ends = [block for block in self.blocks if block.rpartition(".")[0] == stack]
         module = self.blocks[name]
         own = int(position) if position.isdecimal() and name not in (ends[0], ends[-1]) else None
-        parts = tuple(
-            (path, type(part), tuple((key, "position" if value == own and type(value) is int else value) for key, value in _plain(part)))
-            for path, part in module.named_modules()
-        )
+        parts = tuple((path, type(part), _plain(part, own)) for path, part in module.named_modules())
         shapes = tuple((path, tuple(parameter.shape)) for path, parameter in module.named_parameters())
         return (parts, shapes, name if own is None else "")
 
 
-def _plain(module: nn.Module) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value in vars(module).items() if isinstance(value, PLAIN)]
+def _plain(module: nn.Module, own: int | None) -> Hashable:
+    plain = [(key, value) for key, value in vars(module).items() if isinstance(value, PLAIN)]
+    return tuple((key, "position" if type(value) is int and value == own else value) for key, value in plain)

@@ -35,7 +35,7 @@ def skeleton(
     """Build a model on meta: its modules, ties and attributes, without allocating a weight.
 
     Args:
-        source: a model class, or a model, which is copied with all that was changed in it (resized or replaced modules, adapters).
+        source: a model class, or a model, which is copied with all that was changed in it (resized modules, adapters).
         config: of the model to build from a class; unchanged. A model brings its own.
         dtype: of the floating-point parameters and buffers.
 
@@ -47,14 +47,14 @@ def skeleton(
     """
     if isinstance(source, type):
         if config is None:
-            raise PlanError("a config is needed to build a model from its class", where=source.__name__, expected="a config", got="None")
+            raise PlanError("a config is needed to build a model from its class", where=source.__name__)
         config = copy.deepcopy(config)
         _make_attention_recordable(config)
         with META:
             model = source._from_config(config, dtype=dtype)
     else:
         if config is not None and config is not source.config:
-            raise PlanError("a model is copied with its own config", where=type(source).__name__, expected="no config", got="another config")
+            raise PlanError("a model is copied with its own config", where=type(source).__name__, expected="no other config")
         model = _copy_on_meta(source, dtype)
         _make_attention_recordable(model.config)
     for module in model.modules():
@@ -84,8 +84,9 @@ def example_inputs(model: PreTrainedModel, mode: Mode, *, root: str = "") -> dic
 
     Args:
         model: on meta, see ``skeleton``.
-        mode: "train": labels where the model takes them, no cache; "forward": neither; "prefill": what ``generate`` begins with, the
-            model makes the cache (and gets its encoder's output, if it has one); "decode": one token per row and a filled cache.
+        mode: "train": labels where the model takes them, no cache; "forward": neither; "prefill": what ``generate`` begins
+            with, the model makes the cache (and gets its encoder's output, if it has one); "decode": one token per row and a
+            filled cache.
         root: name of the submodule that is to be called, for instance the encoder.
 
     Returns:
@@ -181,7 +182,9 @@ def _accepted_labels(model: PreTrainedModel, inputs: Mapping[str, Any], root: st
     return {}
 
 
-def _generation_inputs(model: PreTrainedModel, inputs: dict[str, Any], names: list[str], root: str, *, decode: bool) -> dict[str, Any]:
+def _generation_inputs(
+    model: PreTrainedModel, inputs: dict[str, Any], names: list[str], root: str, *, decode: bool
+) -> dict[str, Any]:
     cache_name = _cache_argument(names)
     if cache_name is None or "use_cache" not in names:
         raise _no_cache(model, root, f"arguments {', '.join(names)}")

@@ -1,8 +1,9 @@
 """What a block returns, as data: enough to build a stand-in for its output on a stage that does not run the block.
 
-A block's output is nested tuples, lists, dicts or model outputs. ``describe`` keeps the nesting and replaces every tensor by a slot;
-``rebuild`` is its inverse, given something to put into the slots. An output that *is* one of the call's arguments (T5's blocks hand
-their position bias through) is described as that argument, so that a stand-in passes on what it was given.
+A block's output is nested tuples, lists, dicts or model outputs. ``describe`` keeps the nesting and replaces every tensor
+by a slot; ``rebuild`` is its inverse, given something to put into the slots. An output that *is* one of the call's
+arguments (T5's blocks hand their position bias through) is described as that argument, so that a stand-in passes on what it
+was given.
 """
 
 from __future__ import annotations
@@ -207,7 +208,8 @@ def _build(kind: str, entries: list[tuple[int | str, Any]]) -> Any:
         return cls(*values)
     if issubclass(cls, tuple | list):
         return cls(values)
-    return cls(**{str(key): value for key, value in entries}) if dataclasses.is_dataclass(cls) else cls(dict(entries))
+    takes_names = dataclasses.is_dataclass(cls)
+    return cls(**{str(key): value for key, value in entries}) if takes_names else cls(dict(entries))
 
 
 def _brackets(path: Path) -> str:

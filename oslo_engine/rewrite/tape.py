@@ -1,7 +1,7 @@
 """Write down what a running model computes, as one torch.fx graph of torch functions.
 
-The tape sees every torch function that Python code calls (``torch.overrides``), so views, factories, losses and masks appear as the
-model's author wrote them. Tensors are told apart by identity. Three things keep the data flow honest:
+The tape sees every torch function that Python code calls (``torch.overrides``), so views, factories, losses and masks
+appear as the model's author wrote them. Tensors are told apart by identity. Three things keep the data flow honest:
 
 * a write (``x[i] = y``, ``x.add_(y)``) renews every known tensor in the same storage, views and bases alike;
 * a value that Python read (``if t.any()``) is a node of its own, marked ``meta["read"]``: control flow depends on it;
@@ -27,7 +27,19 @@ from oslo_engine.rewrite.structure import entries_of, walk
 
 # Functions that hand values to Python without an aten operation that says so.
 READERS = frozenset({"tolist", "numpy", "__array__"})
-ATOMS = (bool, int, float, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
+ATOMS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    type(None),
+    type(Ellipsis),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,9 @@ def cwd(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return ROOT if request.param == "root" else tmp_path
 
 
-def test_subpackages_outside_the_package_folder_are_found(cwd: Path) -> None:
-    kernels, policies = run(sys.executable, "-c", LIST_INSTALLED, cwd=cwd, PYTHONPATH=str(ROOT)).splitlines()
+def test_subpackages_outside_the_package_folder_are_found_without_installing(cwd: Path) -> None:
+    nothing_installed = "-S"
+    kernels, policies = run(sys.executable, nothing_installed, "-c", LIST_INSTALLED, cwd=cwd, PYTHONPATH=str(ROOT)).splitlines()
     assert Path(kernels) == ROOT / "kernels" / "__init__.py"
     assert policies.split() == policy_files(ROOT)
 

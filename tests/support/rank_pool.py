@@ -28,6 +28,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
@@ -41,7 +42,7 @@ PRELOAD = [
     "torch.distributed",
     "transformers.modeling_utils",
     "transformers.generation.utils",
-    "_pytest.assertion.rewrite",
+    "pytest",
     __name__,
 ]
 
@@ -64,10 +65,11 @@ class RankPool:
     Args:
         world_size: number of ranks.
         grace_s: how long the other ranks may go on after one has failed, since their tracebacks often tell more.
+        start_timeout_s: how long starting the ranks may take; the time of the first job does not include it.
     """
 
-    def __init__(self, world_size: int, *, grace_s: float = 2.0) -> None:
-        self.world_size, self.grace_s = world_size, grace_s
+    def __init__(self, world_size: int, *, grace_s: float = 2.0, start_timeout_s: float = 90) -> None:
+        self.world_size, self.grace_s, self.start_timeout_s = world_size, grace_s, start_timeout_s
         self._ranks: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder = Path()
@@ -80,16 +82,13 @@ class RankPool:
             TypeError: the job is not a function at the top level of a module.
         """
         request = (*_address(job), pickle.dumps((args, kwargs)))
-        if not self._ranks:
-            self._start()
         try:
+            if not self._ranks:
+                self._start()
             for pipe in self._pipes:
-                pipe.send(request)
-            answers = self._collect(time.monotonic() + timeout_s)
-            failed = [rank for rank in range(self.world_size) if rank not in answers or answers[rank].error]
-            if failed:
-                raise RankFailure(self._report(job, failed, answers, timeout_s))
-            return [pickle.loads(answers[rank].value) for rank in range(self.world_size)]
+                with suppress(BrokenPipeError, ConnectionResetError):  # a rank died meanwhile: seen as no answer
+                    pipe.send(request)
+            return [pickle.loads(answer.value) for answer in self._answers(job.__qualname__, timeout_s)]
         except BaseException:  # an interrupt too: the ranks are in the middle of something
             self.kill()
             raise
@@ -116,6 +115,14 @@ class RankPool:
             theirs.close()  # or its end would never be seen
             self._ranks.append(process)
             self._pipes.append(ours)
+        self._answers("starting", self.start_timeout_s)
+
+    def _answers(self, what: str, timeout_s: float) -> list[_Answer]:
+        answers = self._collect(time.monotonic() + timeout_s)
+        failed = [rank for rank in range(self.world_size) if rank not in answers or answers[rank].error]
+        if failed:
+            raise RankFailure(self._report(what, failed, answers, timeout_s))
+        return [answers[rank] for rank in range(self.world_size)]
 
     def _collect(self, deadline: float) -> dict[int, _Answer]:
         """Answers by rank, until all are there, the time is up, or ``grace_s`` after the first failure."""
@@ -133,19 +140,27 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + self.grace_s)
         return answers
 
-    def _report(self, job: Callable[..., Any], failed: list[int], answers: dict[int, _Answer], timeout_s: float) -> str:
+    def _report(self, what: str, failed: list[int], answers: dict[int, _Answer], timeout_s: float) -> str:
         silent = [rank for rank in failed if rank not in answers]
-        for rank in silent:
-            os.kill(self._ranks[rank].pid, signal.SIGUSR1)  # writes its stack, see _serve
-        time.sleep(0.3 if silent else 0)
-        lines = [f"{job.__qualname__} failed on ranks {[rank for rank in failed if rank in answers]} of {self.world_size}"]
+        lines = [f"{what} failed on ranks {[rank for rank in failed if rank in answers]} of {self.world_size}"]
         if silent:
             waited = f"in {timeout_s} s" if len(silent) == len(failed) else f"within {self.grace_s} s of the first failure"
             lines[0] += f"; no answer from ranks {silent} {waited}"
+        stacks = self._stacks(silent)
         for rank in failed:
-            where = answers[rank].error if rank in answers else f"silent, at\n{_stack_file(self._folder, rank).read_text()}"
-            lines.append(f"--- rank {rank}: {where}")
+            lines.append(f"--- rank {rank}: {answers[rank].error if rank in answers else stacks[rank]}")
         return "\n".join(lines)
+
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        """Where ranks stand that do not answer. Those that are not up yet end by the signal, which is as well."""
+        for rank in ranks:
+            if self._ranks[rank].is_alive():
+                os.kill(self._ranks[rank].pid, signal.SIGUSR1)  # see _serve
+        files = {rank: _stack_file(self._folder, rank) for rank in ranks}
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline and not all(file.exists() and file.stat().st_size for file in files.values()):
+            time.sleep(0.1)
+        return {rank: f"silent, at\n{file.read_text()}" if file.exists() else "silent" for rank, file in files.items()}
 
 
 def _address(job: Callable[..., Any]) -> tuple[str, str, str]:
@@ -180,6 +195,7 @@ def _serve(rank: int, world_size: int, pipe: Connection, folder: Path) -> None:
         dist.init_process_group(
             "gloo", store=dist.FileStore(str(folder / "store"), world_size), rank=rank, world_size=world_size
         )
+        pipe.send(_Answer())
         while True:
             try:
                 request = pipe.recv()
@@ -208,8 +224,8 @@ def _answer(file: str, module: str, name: str, payload: bytes) -> _Answer:
         args, kwargs = pickle.loads(payload)
         return _Answer(value=pickle.dumps(job(*args, **kwargs)))
     except BaseException as error:
-        own_frames = error.__traceback__ and error.__traceback__.tb_next  # without this function's
-        return _Answer(error="".join(traceback.format_exception(type(error), error, own_frames)))
+        frames = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)  # without this function's own
+        return _Answer(error="".join(traceback.format_exception(type(error), error, frames)))
 
 
 def _load(file: str, name: str) -> ModuleType:

@@ -1,6 +1,6 @@
 """Small configurations of real architectures, built by hand, with the names of their blocks.
 
-Every model has 4 blocks per stack and hidden size 32. ``SMALL`` maps a name to a function that gives (class, config, block names).
+Every model has 4 blocks per stack and hidden size 32. ``SMALL`` maps a name to a function that gives class, config and blocks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ def gpt2(**more: Any) -> Small:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=POSITIONS, bos_token_id=1, eos_token_id=2, **more
+        vocab_size=VOCAB,
+        n_embd=HIDDEN,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        n_positions=POSITIONS,
+        bos_token_id=1,
+        eos_token_id=2,
+        **more,
     )
     return GPT2LMHeadModel, config, _stack("transformer.h.*")
 
@@ -86,7 +93,14 @@ def t5(**more: Any) -> Small:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=VOCAB, d_model=HIDDEN, d_kv=8, d_ff=INNER, num_layers=LAYERS, num_heads=HEADS, decoder_start_token_id=0, **more
+        vocab_size=VOCAB,
+        d_model=HIDDEN,
+        d_kv=8,
+        d_ff=INNER,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        decoder_start_token_id=0,
+        **more,
     )
     return T5ForConditionalGeneration, config, [*_stack("encoder.block.*"), *_stack("decoder.block.*")]
 
@@ -123,7 +137,12 @@ def gemma4(**more: Any) -> Small:
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     kinds = ["sliding_attention", "full_attention"] * 2
-    small = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2, "global_head_dim": 8}
+    small = {
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 8,
+    }
     config = Gemma4TextConfig(**_llama_like(head_dim=8, sliding_window=4, layer_types=kinds, **small, **more))
     return Gemma4ForCausalLM, config, _stack("model.layers.*")
 

@@ -33,15 +33,17 @@ def split_logits(whole: Tensor, axis: Axis) -> tuple[Tensor, VocabShard]:
 
 
 def split_vocabulary(model: nn.Module, axis: Axis) -> VocabLayout:
-    """Cut the input embedding and the head of a Transformers model, tied or not, in place."""
+    """Cut the vocabulary of a Transformers model in place: input embedding, head, and whatever is tied to them."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     vocab = layout_of(head.weight.shape[0], axis)
-    cut: dict[int, nn.Parameter] = {}
-    for module in (embedding, head):
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            rows = parameter.detach()[vocab.start : vocab.stop].clone()
-            setattr(module, name, cut.setdefault(id(parameter), nn.Parameter(rows)))
-    vocab_parallel_embedding(embedding, axis, vocab.sizes)
+    whole = {id(p): p for module in (embedding, head) for p in module.parameters(recurse=False)}
+    rows = {key: nn.Parameter(p.detach()[vocab.start : vocab.stop].clone()) for key, p in whole.items()}
+    for module in list(model.modules()):
+        held = [(name, p) for name, p in module.named_parameters(recurse=False, remove_duplicate=False) if id(p) in rows]
+        for name, parameter in held:
+            setattr(module, name, rows[id(parameter)])
+        if held and isinstance(module, nn.Embedding):
+            vocab_parallel_embedding(module, axis, vocab.sizes)
     vocab_parallel_head(head, axis, vocab.sizes)
     return vocab
 

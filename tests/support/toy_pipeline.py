@@ -1,13 +1,14 @@
 """A small model cut into stages by hand: what the pipeline runtime is tested with, and the same model unsplit to compare with.
 
-Across every cut travel five values: the hidden states, a skip connection that only the last stage uses (others hand it on), token
-positions (int64), a mask (bool), and a value that wants a gradient and that nobody uses. The first and the last stage hold the same
-embedding matrix.
+Across every cut travel five values: the hidden states, a skip connection that only the last stage uses (others hand it on),
+token positions (int64), a mask (bool), and a value that wants a gradient and that nobody uses. The first and the last stage
+hold the same embedding matrix.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from oslo_engine.comm.p2p import PipelineLinks
 from oslo_engine.layers.deferred import DeferredLinear
@@ -73,7 +75,7 @@ class Toy(nn.Module):
     def end(self, values: Values, labels: Tensor | None) -> Output:
         hidden, skip, *_ = values
         logits = (hidden + skip) @ self.embedding.t()
-        return Output(None if labels is None else F.cross_entropy(logits.flatten(0, 1).float().to(logits.dtype), labels.flatten()), logits)
+        return Output(None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
         values = self.begin(input_ids)
@@ -91,7 +93,9 @@ class ToyProgram:
         self.tied = holders[0] != holders[-1]
         self.holds_embedding = links.axis.rank in (holders[0], holders[-1])
         self.sleep_s = 0.0  # of every forward and every backward
-        self.fail_at: tuple[int, int] | None = None  # raise in the forward of (stage, micro-batch)
+        self.checkpointed = False
+        self.fail_at: tuple[str, int, int] | None = None  # ("forward" or "backward", stage, micro-batch)
+        self.calls: Counter[str] = Counter()  # forwards and backwards of blocks
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         held = {"embedding": self.model.embedding} if self.holds_embedding else {}
@@ -102,11 +106,17 @@ class ToyProgram:
         return list(self.named_parameters().values())
 
     def run(self, stage: int, received: Values, micro: MicroBatch) -> Values | Output:
-        if self.fail_at == (stage, micro.index):
+        if self.fail_at == ("forward", stage, micro.index):
             raise ArithmeticError(f"stage {stage} cannot")
         values = self.model.begin(micro.kwargs["input_ids"]) if stage == 0 else received
-        hidden, *others = self.model.middle(stage, values)
-        values = (_Sleep.apply(hidden, self.sleep_s) if self.sleep_s else hidden, *others)
+        block = self.model.blocks[stage]
+        hidden, skip, positions, mask, unused = values
+        inputs = hidden, positions, mask
+        hidden = checkpoint(block, *inputs, use_reentrant=False) if self.checkpointed else block(*inputs)
+        hidden = _Watch.apply(hidden, self, ("backward", stage, micro.index))
+        time.sleep(self.sleep_s)
+        self.calls["forward"] += 1
+        values = hidden, skip, positions, mask, unused
         return self.model.end(values, micro.kwargs.get("labels")) if stage == self.num_stages - 1 else values
 
     def finish_gradients(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
@@ -121,17 +131,21 @@ class ToyProgram:
         return gradients
 
 
-class _Sleep(torch.autograd.Function):
+class _Watch(torch.autograd.Function):
+    """Sleeps, counts and fails in backward."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
+    def forward(ctx: Any, x: Tensor, program: ToyProgram, at: tuple[str, int, int]) -> Tensor:
+        ctx.program, ctx.at = program, at
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.program.fail_at == ctx.at:
+            raise ArithmeticError(f"stage {ctx.at[1]} cannot")
+        time.sleep(ctx.program.sleep_s)
+        ctx.program.calls["backward"] += 1
+        return gradient, None, None
 
 
 class ToyPipeline(nn.Module):
@@ -215,8 +229,8 @@ def reference(model: Toy, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, T
 
 def assert_equal_gradients(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
     """Every gradient this rank holds, within 1e-9."""
-    assert found, "this rank holds no parameter"
     for name, gradient in found.items():
         assert (gradient is None) == (expected[name] is None), name
         if gradient is not None:
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+            assert not gradient.requires_grad, name
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12, msg=f"{name} is wrong")

@@ -1,0 +1,122 @@
+"""Matching policies to models: shards on real architectures, and every misfit is an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import small_models
+from oslo_engine.errors import PlanError, PolicyError
+from oslo_engine.plan.match import Match, match_policy
+from oslo_engine.policy.registry import find_policy
+from oslo_engine.policy.schema import Policy
+
+
+def on_meta(name: str, **more: Any) -> Any:
+    cls, config, _ = getattr(small_models, name)(**more)
+    with torch.device("meta"):
+        return cls(config)
+
+
+def matched(name: str, tp: int, **more: Any) -> Match:
+    model = on_meta(name, **more)
+    return match_policy(model, find_policy(None, model.config.model_type), tp)
+
+
+def changed(model: Any, **changes: Any) -> Policy:
+    """The installed policy of a model with some of its regions' entries replaced, as a YAML file would."""
+    policy = find_policy(None, model.config.model_type)
+    content = policy.model_dump()
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        target = content
+        for parent in parents:
+            target = target[parent]
+        target[last] = value
+    return Policy(**content, origin="test.yaml")
+
+
+def test_packed_attention_is_cut_head_by_head_in_each_part() -> None:
+    shard = matched("gpt2", 2).shards["transformer.h.1.attn.c_attn.weight"]
+    assert (shard.dim, shard.size) == (1, 96)
+    assert shard.spans == (((0, 16), (32, 48), (64, 80)), ((16, 32), (48, 64), (80, 96)))
+
+
+def test_grouped_heads_keep_their_kv_head() -> None:
+    found = matched("llama", 4)
+    assert found.shards["model.layers.0.self_attn.q_proj.weight"].spans[3] == ((24, 32),)
+    assert found.shards["model.layers.0.self_attn.k_proj.weight"].spans == (((0, 8),), ((0, 8),), ((8, 16),), ((8, 16),))
+    region = next(region for region in found.regions if region.scope == "model.layers.0.self_attn")
+    assert region.attributes == (("model.layers.0.self_attn", "num_key_value_groups", (1, 1, 1, 1)),)
+
+
+def test_every_position_bias_table_is_cut_by_head() -> None:
+    shards = matched("t5", 2).shards
+    tables = [name for name in shards if "relative_attention_bias" in name]
+    assert len(tables) == 2
+    assert all(shards[name].dim == 1 and shards[name].spans == (((0, 2),), ((2, 4),)) for name in tables)
+
+
+def test_a_vocabulary_may_be_cut_unevenly() -> None:
+    found = matched("gpt2", 4)
+    assert dict(found.heads)["lm_head"] == (24, 24, 24, 24)
+    model = on_meta("gpt2")
+    model.config.vocab_size = 95
+    with torch.device("meta"):
+        model = type(model)(model.config)
+    assert dict(match_policy(model, find_policy(None, "gpt2"), 4).heads)["lm_head"] == (24, 24, 24, 23)
+
+
+def test_nothing_is_cut_without_tensor_parallelism() -> None:
+    found = matched("llama", 1)
+    assert not found.shards
+    assert not found.regions
+    assert found.stacks["decoder"] == tuple(f"model.layers.{layer}" for layer in range(4))
+
+
+def test_a_model_without_a_head_matches_too() -> None:
+    from transformers import GPT2Model
+
+    _, config, _ = small_models.gpt2()
+    with torch.device("meta"):
+        found = match_policy(GPT2Model(config), find_policy(None, "gpt2"), 2)
+    assert found.stacks["decoder"][0] == "h.0"
+    assert dict(found.embeddings) == {"wte": (48, 48)}
+    assert not found.heads
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stacks": {"decoder": "blocks.*"}}, "no stack of the policy is in this model"),
+        ({"regions__mlp__at": "ffn"}, "region 'mlp' matches no module"),
+        ({"regions__mlp__columns": {"c_fc": "feature", "gate": "feature"}}, "rule 'gate' matches nothing"),
+        ({"regions__mlp__rows": {"down": "feature"}}, "lacks rows"),
+        ({"regions__mlp__columns": {"act": "feature"}}, "only Linear and Conv1D modules"),
+        ({"regions__mlp__columns": {"c_fc": "experts"}}, "unknown unit 'experts'"),
+        ({"regions__attention__columns": {"c_attn": ("head",) * 5}}, "no multiple of the number of items"),
+        ({"regions__attention__set": {"heads": "head"}}, "no such attribute"),
+        ({"regions__attention__set": {"num_heads": "head * width"}}, "unknown name 'width'"),
+        ({"units": {"head": {"count": "heads"}}}, "no whole number 'heads'"),
+        ({"regions__mlp__scope": "inner"}, "the scope is no module"),
+        ({"vocabulary__heads": ()}, "the model's output head is not in the policy"),
+        ({"regions__again": {"at": "mlp", "columns": {"c_fc": "feature"}, "rows": {"c_proj": "feature"}}}, "cut by two rules"),
+    ],
+)
+def test_a_policy_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+    model = on_meta("gpt2")
+    with pytest.raises(PolicyError, match=message):
+        match_policy(model, changed(model, **changes), 2)
+
+
+def test_a_tied_parameter_cut_under_one_name_only_is_refused() -> None:
+    model = on_meta("gpt2")
+    with pytest.raises(PlanError, match=r"(?s)tied parameters must be cut alike.*not cut: transformer.wte.weight"):
+        match_policy(model, changed(model, vocabulary__embeddings=()), 2)
+
+
+def test_more_ranks_than_heads_are_refused_with_the_number() -> None:
+    with pytest.raises(PlanError, match=r"(?s)num_attention_heads.*at least 5.*use tp <= 4"):
+        matched("gpt2", 5)

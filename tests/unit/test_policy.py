@@ -1,0 +1,114 @@
+"""Policy files: what is read, and that every mistake is named with file and line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from oslo_engine.errors import PolicyError
+from oslo_engine.policy.registry import find_policy, installed_names, policies_by_model_type
+from oslo_engine.policy.schema import Policy
+
+GOOD = """\
+models: [mine]
+stacks: {decoder: layers.*}
+units:
+  head: num_attention_heads
+regions:
+  mlp:
+    at: mlp
+    columns: {up: feature}
+    rows: {down: feature}
+"""
+
+
+def write(folder: Path, text: str, name: str = "mine.yaml") -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def test_a_policy_is_read_from_a_file(tmp_path: Path) -> None:
+    policy = find_policy(write(tmp_path, GOOD), "anything")
+    assert policy.name == "mine"
+    assert policy.regions["mlp"].columns == {"up": ("feature",)}
+    assert policy.regions["mlp"].inputs == ("hidden_states",)
+    assert policy.where("regions", "mlp", "rows").endswith("mine.yaml:9")
+
+
+@pytest.mark.parametrize(
+    ("line", "text", "message"),
+    [
+        (8, GOOD.replace("columns", "colums"), "colums"),
+        (9, GOOD.replace("{down: feature}", "[down]"), "rows"),
+        (3, GOOD.replace("units:", "unit:"), "unit"),
+        (1, GOOD.replace("[mine]", "[]"), "models"),
+        (9, GOOD + "    set: {size: 'import os'}\n", "not an expression"),
+    ],
+)
+def test_a_wrong_entry_is_named_with_file_and_line(tmp_path: Path, line: int, text: str, message: str) -> None:
+    with pytest.raises(PolicyError) as error:
+        find_policy(write(tmp_path, text), "x")
+    assert message in str(error.value)
+    where = error.value.where or ""
+    assert "mine.yaml:" in where
+    assert abs(int(where.split("mine.yaml:")[1].split(" ")[0]) - line) <= 1
+
+
+def test_text_that_is_not_yaml_is_named_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"(?s)not YAML.*mine\.yaml:2"):
+        find_policy(write(tmp_path, "models: [a]\nstacks: {a: b: c}\n"), "x")
+
+
+def test_a_key_may_not_stand_twice(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"(?s)stands twice.*mine\.yaml:10"):
+        find_policy(write(tmp_path, GOOD + "models: [other]\n"), "x")
+
+
+def test_extends_lays_one_policy_over_another(tmp_path: Path) -> None:
+    write(tmp_path, GOOD, "base.yaml")
+    child = write(tmp_path, "extends: base\nmodels: [child]\nregions:\n  mlp:\n    rows: {out: feature}\n", "child.yaml")
+    policy = find_policy(child, "x")
+    assert policy.models == ("child",)
+    assert policy.name == "child"
+    assert policy.regions["mlp"].rows == {"down": "feature", "out": "feature"}
+    assert policy.where("regions", "mlp", "rows", "out").endswith("child.yaml:5")
+    assert policy.where("regions", "mlp", "columns", "up").endswith("base.yaml:8")
+
+
+def test_null_takes_an_entry_away(tmp_path: Path) -> None:
+    write(tmp_path, GOOD, "base.yaml")
+    text = "extends: base\nmodels: [child]\nregions:\n  mlp: null\n  other: {columns: {a: feature}, rows: {b: feature}}\n"
+    assert list(find_policy(write(tmp_path, text, "child.yaml"), "x").regions) == ["other"]
+
+
+def test_a_circle_of_extends_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "extends: b\nmodels: [a]\n", "a.yaml")
+    file = write(tmp_path, "extends: a\nmodels: [b]\n", "b.yaml")
+    with pytest.raises(PolicyError, match="b -> a -> b"):
+        find_policy(file, "x")
+
+
+def test_an_unknown_model_type_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"(?s)no policy serves model type 'gtp2'.*gpt2.*policy=PATH"):
+        find_policy(None, "gtp2")
+
+
+def test_an_unknown_name_and_a_missing_file_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"(?s)no such policy.*one of: .*gpt2"):
+        find_policy("nonsense", "gpt2")
+    with pytest.raises(PolicyError, match="cannot be read"):
+        find_policy(tmp_path / "none.yaml", "gpt2")
+
+
+def test_every_installed_policy_is_valid_and_serves_its_own_models() -> None:
+    served = policies_by_model_type()
+    assert {"gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "bert", "roberta", "t5"} <= set(served)
+    assert {policy.name for policy in served.values()} == set(installed_names())
+
+
+def test_a_policy_object_is_taken_as_it_is() -> None:
+    policy = policies_by_model_type()["gpt2"]
+    assert find_policy(policy, "something else") is policy
+    assert isinstance(policy, Policy)
