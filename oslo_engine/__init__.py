@@ -5,7 +5,7 @@
     model = oslo.parallelize(model, tp=2, pp=2)
 
 Names are looked up when they are first used, so importing the package costs nothing: first our own (``__all__``), then every
-public name of Transformers, whose model classes come with the methods of ``oslo_engine.api``.
+public name of Transformers, whose model classes come with the methods of ``oslo_engine.methods``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from oslo_engine.layers.vocab_shard import gather_logits
+    from oslo_engine.pipeline.recording import record_timeline
     from oslo_engine.plan.plan import Plan
     from oslo_engine.policy.schema import Policy
     from oslo_engine.rewrite.gradients import clip_grad_norm_
@@ -57,6 +58,7 @@ __all__ = [
     "clip_grad_norm_",
     "gather_logits",
     "parallelize",
+    "record_timeline",
     "verify",
 ]
 
@@ -67,6 +69,7 @@ _MODULE_OF = {
     "clip_grad_norm_": "rewrite.gradients",
     "gather_logits": "layers.vocab_shard",
     "parallelize": "api",
+    "record_timeline": "pipeline.recording",
     "verify": "verify",
 } | {name: "errors" for name in __all__ if name.endswith("Error")}
 
@@ -92,7 +95,7 @@ def __dir__() -> list[str]:
 
 
 def _from_transformers(name: str) -> Any:
-    """A public object of Transformers; the model classes among them with the methods of ``oslo_engine.api``.
+    """A public object of Transformers; the model classes among them with the methods of ``oslo_engine.methods``.
 
     Raises:
         AttributeError: there is none of that name; the message has the nearest.
@@ -105,7 +108,7 @@ def _from_transformers(name: str) -> Any:
     if value is None or (isinstance(value, ModuleType) and value.__name__ == f"transformers.{name}"):
         raise AttributeError(f"neither {__name__!r} nor 'transformers' has {name!r}; {_nearest(name, dir(transformers))}")
     if isinstance(value, type) and {"PreTrainedModel", "_BaseAutoModelClass"} & {base.__name__ for base in value.__mro__}:
-        return import_module(f"{__name__}.api").with_parallel_methods(value)
+        return import_module(f"{__name__}.methods").with_parallel_methods(value)
     return value
 
 

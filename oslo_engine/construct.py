@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from oslo_engine.checkpoint.skeleton import meta_model, transformers_class
 from oslo_engine.checkpoint.source import TensorSource, floating_dtype, open_source
 from oslo_engine.comm.mesh import Mesh, build_mesh
 from oslo_engine.errors import CheckpointError, UnsupportedError
+from oslo_engine.plan.plan import Plan
+from oslo_engine.rewrite.planning import plan_model
+from oslo_engine.topology import Coordinate, Topology
 
 logger = logging.getLogger(__name__)
 
@@ -106,12 +110,15 @@ def load_parallel(
             seed=seed,
         )
         plan = model._oslo.plan
-        report = load_weights(model, plan, mesh.at, source, mesh.device, skip=resized, ignore_mismatched_sizes=ignore_mismatched)
+        asked = None if dtype == "auto" else model.dtype
+        rest = _only(plan, lambda names: not names & resized)
+        report = load_weights(model, rest, mesh.at, source, mesh.device, asked, ignore_mismatched_sizes=ignore_mismatched)
+        report = replace(report, unexpected=tuple(name for name in report.unexpected if name not in resized))
         initialize_missing(model_class, model.config, plan, mesh.at, model, report.uninitialized, mesh.device, model.dtype)
     _tell(report, folder, model)
     _set_generation_config(model, generation, folder)
     model.eval()
-    return (model, report.to_dict()) if output_loading_info else model
+    return (model, _loading_info(report)) if output_loading_info else model
 
 
 def initialize_parallel(
@@ -218,13 +225,32 @@ def _dtype(dtype: Any, config: PreTrainedConfig, source: TensorSource) -> torch.
 
 
 def _resize(model: PreTrainedModel, source: TensorSource, size: int) -> set[str]:
-    """Resize the vocabulary of a model on meta as Transformers would, with these tensors whole and real; their names."""
+    """Resize the vocabulary of a model on meta as Transformers would, with these tensors whole and real; all their names.
+
+    New rows depend on all the old ones (their mean and covariance), so this is the one place where a rank holds a whole tensor.
+    """
     vocabulary = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
-    before = {id(parameter) for module in vocabulary for parameter in module.parameters()}
-    names = {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in before}
-    load_weights(model, None, None, source, torch.device("cpu"), only=names)
+    whole = plan_model(model, None, Topology()).plan
+    ids = {id(parameter) for module in vocabulary for parameter in module.parameters()}
+    names = {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in ids}
+    load_weights(model, _only(whole, lambda aliases: bool(aliases & names)), Coordinate(0, 0, 0), source, torch.device("cpu"))
     model.resize_token_embeddings(size)
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.is_meta}
+
+
+def _only(plan: Plan, wanted: Callable[[set[str]], bool]) -> Plan:
+    """A plan of some of the tensors, chosen by their names."""
+    return replace(plan, tensors=tuple(tensor for tensor in plan.tensors if wanted(set(tensor.aliases))))
+
+
+def _loading_info(report: LoadReport) -> dict[str, Any]:
+    """Under the names that Transformers uses."""
+    return {
+        "missing_keys": set(report.missing),
+        "unexpected_keys": set(report.unexpected),
+        "mismatched_keys": set(report.mismatched),
+        "error_msgs": [],
+    }
 
 
 @contextmanager

@@ -29,6 +29,7 @@ OURS = {
     "clip_grad_norm_",
     "gather_logits",
     "parallelize",
+    "record_timeline",
     "verify",
 }
 PARALLEL_METHODS = {"from_pretrained_with_parallel", "from_config_with_parallel"}

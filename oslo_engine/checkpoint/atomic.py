@@ -4,11 +4,11 @@
 2. The two folders are exchanged in one step, or the new one is renamed where there was none.
 3. What else lay in the target (a tokenizer, a README, other folders) moves over, and the old checkpoint is deleted.
 
-Killed before the exchange, a save leaves the old checkpoint untouched and a hidden folder that nothing reads; killed after it, the
-new checkpoint, with step 3 left to ``recover``, which readers and the next save call.
+Killed before the exchange, a save leaves the old checkpoint untouched and a hidden folder that nothing reads; killed after it,
+the new checkpoint, with step 3 left to ``recover``, which readers and the next save call.
 
-Some targets cannot be exchanged (NFS; mount points). Their files are put in place one by one: the old manifest goes first, the new
-one comes last, so that in between nothing loads, and ``recover`` goes on where it stopped.
+Some targets cannot be exchanged (NFS; mount points). Their files are put in place one by one: the old manifest goes first, the
+new one comes last, so that in between nothing loads, and ``recover`` goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -43,7 +43,13 @@ CHECKPOINT_FILES = (
     "pytorch_model.bin.index.json",
 )
 # The files that make a loader look for others: first to go, last to come.
-ENTRY_POINTS = (MANIFEST, "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+ENTRY_POINTS = (
+    MANIFEST,
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -77,7 +83,7 @@ def begin(target: Path) -> Path:
 
 
 def commit(staging: Path, target: Path) -> None:
-    """Put the finished files of ``staging``, which lies where ``begin`` made it, in the place of the checkpoint in ``target``."""
+    """Put the finished files of ``staging``, which ``begin`` made, in the place of the checkpoint in ``target``."""
     target = Path(os.path.realpath(target))
     (staging / EXCHANGED).touch()
     for path in staging.iterdir():

@@ -29,9 +29,9 @@ def initialize_like_unsplit(
 ) -> None:
     """Fill this rank's model with the slices of ``cls._from_config(config)``, built from the present random state.
 
-    The constructor and the initialisers run once, on every rank in full, since the random numbers of one tensor come after those of
-    all before it; at any time only about one tensor exists besides the slices. The random state is afterwards what it would be had
-    the whole model been built.
+    The constructor and the initialisers run once, on every rank in full, since the random numbers of one tensor come after
+    those of all before it; at any time only about one tensor exists besides the slices. The random state is afterwards what it
+    would be had the whole model been built.
 
     Args:
         cls: the Transformers class.
@@ -40,7 +40,7 @@ def initialize_like_unsplit(
         dtype: as in ``_from_config``.
 
     Raises:
-        UnsupportedError: the constructor is not the same twice, or computes with whole parameters in a way that a slice cannot follow.
+        UnsupportedError: the constructor is not the same twice, or computes with whole parameters where only slices are left.
     """
     tensors = iter(_tensors_by_registration(cls, config, plan, dtype))
     shadow = ShadowExecution()
@@ -50,7 +50,9 @@ def initialize_like_unsplit(
             tensor = next(tensors)
         except StopIteration:
             raise UnsupportedError(
-                "the constructor makes other parameters the second time", where=cls.__name__, hint="build the model whole and parallelize it"
+                "the constructor makes other parameters the second time",
+                where=cls.__name__,
+                hint="build the model whole and parallelize it",
             ) from None
         if tensor is None or at.pp_rank not in plan.holders(tensor):
             return shadow.adopt(parameter, wanted=False)
@@ -71,9 +73,10 @@ def initialize_missing(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Initialise the tensors that a checkpoint lacks, as ``from_pretrained`` of the unsplit model would from the present random state.
+    """Initialise the tensors that a checkpoint lacks, as ``from_pretrained`` of the unsplit model would.
 
-    Every rank must come with the same random state, and with the same names: all that are missing, not only its own.
+    It draws from the present random state, which must be the same on every rank; so must be the names: all that are missing, not
+    only this rank's.
 
     Args:
         missing: first names of tensors of the plan (``LoadReport.uninitialized``).
@@ -89,7 +92,7 @@ def initialize_missing(
     for name, tensor in [*fresh.named_parameters(), *fresh.named_buffers()]:
         planned = plan.tensor(name)
         if planned.name not in missing or name in tied:
-            tensor._is_hf_initialized = True
+            vars(tensor)["_is_hf_initialized"] = True
         elif isinstance(tensor, nn.Parameter):
             shadow.adopt(tensor, wanted=at.pp_rank in plan.holders(planned), keep=slice_of(planned, at.tp_rank))
     with shadow:
@@ -112,15 +115,17 @@ def _take(
         whole = built.get_buffer(tensor.name) if tensor.is_buffer else built.get_parameter(tensor.name)
         if whole.is_meta:
             value = shadow.result(whole, keep)
+        elif keep is None:
+            value = whole
         else:
-            value = whole if keep is None else keep.cut(whole.detach())
+            value = keep.cut(whole.detach())
         place(model, tensor, value, device)
 
 
 def _tensors_by_registration(
     cls: type[PreTrainedModel], config: PretrainedConfig, plan: Plan, dtype: torch.dtype | None
 ) -> list[TensorPlan | None]:
-    """For each parameter, in the order in which modules register them, the tensor that it is in the end; None for one that is replaced."""
+    """For each parameter, in the order in which modules register them, the tensor that it is in the end; None: it is replaced."""
     registered: list[nn.Parameter] = []
 
     def record(parameter: nn.Parameter) -> nn.Parameter:

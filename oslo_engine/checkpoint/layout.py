@@ -14,7 +14,7 @@ import torch
 from oslo_engine.checkpoint.atomic import MANIFEST
 from oslo_engine.checkpoint.safetensors_io import FileRecord, TensorSpec
 from oslo_engine.errors import CheckpointError
-from oslo_engine.plan.plan import Plan, TensorPlan
+from oslo_engine.plan.plan import Plan
 from oslo_engine.shards import Shard
 
 FORMAT = "oslo_engine split checkpoint"
@@ -35,8 +35,8 @@ class TensorLayout:
     shape, dtype: of the whole tensor.
     shard: how the tp ranks divide it; None where it is not cut.
     pp_ranks: the pp ranks that hold it; the first one's files have it.
-    merged_name: its name in a merged checkpoint; None where it is not part of one, or only as part of ``converted`` tensors.
-    converted: whether a merged checkpoint stores it in another form (Transformers' weight conversions).
+    merged_name: its name in a merged checkpoint; None where it has none.
+    converted: whether a merged checkpoint has it in another form, as Transformers' weight conversions make it.
     """
 
     name: str
@@ -112,14 +112,11 @@ class Layout:
         (folder / MANIFEST).write_text(f'{head},\n  "tensors": [\n    {tensors}\n  ]\n}}\n', encoding="utf-8")
 
 
-def layout_of(
-    plan: Plan, dtypes: Mapping[str, torch.dtype], merged_names: Mapping[str, str | None], serialization: Serialization
-) -> Layout:
+def layout_of(plan: Plan, dtypes: Mapping[str, torch.dtype], serialization: Serialization) -> Layout:
     """The layout in which a plan's tensors are saved.
 
     Args:
         dtypes: the type of each tensor as it is now, by its first name.
-        merged_names: its name in a merged checkpoint; a tensor that is missing here is stored there in another form.
     """
     return Layout(
         tp=plan.topology.tp,
@@ -136,16 +133,12 @@ def layout_of(
                 shard=tensor.shard,
                 pp_ranks=plan.holders(tensor),
                 is_buffer=tensor.is_buffer,
-                merged_name=merged_names.get(tensor.name),
-                converted=tensor.name not in merged_names,
+                merged_name=tensor.name,
             )
-            for tensor in saved_tensors(plan)
+            for tensor in plan.tensors
+            if tensor.persistent
         ),
     )
-
-
-def saved_tensors(plan: Plan) -> list[TensorPlan]:
-    return [tensor for tensor in plan.tensors if tensor.persistent]
 
 
 def read_layout(path: Path) -> Layout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ def find(model: nn.Module, tensor: TensorPlan) -> Tensor:
         found = (module._buffers if tensor.is_buffer else module._parameters).get(leaf)
         if found is not None:
             return found
-    raise CheckpointError("the model lacks a tensor that its plan says this rank holds", where=tensor.name, got=type(model).__name__)
+    raise CheckpointError("the model lacks a tensor that its plan gives this rank", where=tensor.name, got=type(model).__name__)
 
 
 def place(model: nn.Module, tensor: TensorPlan, value: Tensor, device: torch.device) -> None:
@@ -57,16 +58,21 @@ def place(model: nn.Module, tensor: TensorPlan, value: Tensor, device: torch.dev
     """
     old = find(model, tensor)
     if old.shape != value.shape:
-        raise CheckpointError("a value has not the shape of this rank's tensor", where=tensor.name, expected=tuple(old.shape), got=tuple(value.shape))
-    value = value.detach().to(device)
+        raise CheckpointError(
+            "a value has not the shape of this rank's tensor",
+            where=tensor.name,
+            expected=tuple(old.shape),
+            got=tuple(value.shape),
+        )
+    placed = value.detach().to(device)
     if not tensor.is_buffer:
-        value = nn.Parameter(value, requires_grad=old.requires_grad)
-    value.__dict__.update(vars(old))
+        placed = nn.Parameter(placed, requires_grad=old.requires_grad)
+    placed.__dict__.update(vars(old))
     for alias in tensor.aliases:
         module, leaf = _owner(model, alias)
-        table = module._buffers if tensor.is_buffer else module._parameters
+        table: dict[str, Any] = module._buffers if tensor.is_buffer else module._parameters
         if table.get(leaf) is not None:
-            table[leaf] = value
+            table[leaf] = placed
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -1,8 +1,8 @@
 """Reading and writing safetensors files by byte ranges.
 
 A file is an 8-byte little-endian length, a JSON header of that length, and the tensors' bytes one after another. The header is
-checked before any of it is used. Reading copies the wanted ranges, and only these, into buffers of its own: mapping a file instead
-pulls in pages that nobody asked for, and what was "loaded" changes when the file does.
+checked before any of it is used. Reading copies the wanted ranges, and only these, into buffers of its own: mapping a file
+instead pulls in pages that nobody asked for, and what was "loaded" changes when the file does.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class SafetensorsFile:
         if not width or not rows.count:
             return
         if rows.count == 1 or min(b - a for a, b in columns) >= DIRECT_RUN_BYTES:
-            view, at = memoryview(buffer.numpy()), 0
+            view, at = _memory(buffer), 0
             for row in range(rows.count):
                 for a, b in columns:
                     self._read_into(view[at : at + b - a], rows.start + row * rows.num_bytes + a)
@@ -123,7 +123,7 @@ class SafetensorsFile:
         chunk = torch.empty(min(per_chunk, rows.count), rows.num_bytes, dtype=torch.uint8)
         for first in range(0, rows.count, per_chunk):
             num = min(per_chunk, rows.count - first)
-            self._read_into(memoryview(chunk[:num].view(-1).numpy()), rows.start + first * rows.num_bytes)
+            self._read_into(_memory(chunk[:num].view(-1)), rows.start + first * rows.num_bytes)
             at = 0
             for a, b in columns:
                 out[first : first + num, at : at + b - a] = chunk[:num, a:b]
@@ -144,8 +144,8 @@ class SafetensorsFile:
         if size < 8:
             raise self._wrong("the file is too short for a safetensors file", "at least 8 bytes", f"{size} bytes")
         (length,) = struct.unpack("<Q", os.pread(self._fd, 8, 0))
-        if length > min(MAX_HEADER_BYTES, size - 8):
-            raise self._wrong("the header does not fit into the file", f"at most {min(MAX_HEADER_BYTES, size - 8)} bytes", f"{length}")
+        if length > (most := min(MAX_HEADER_BYTES, size - 8)):
+            raise self._wrong("the header does not fit into the file", f"at most {most} bytes", f"{length} bytes")
         try:
             header = json.loads(os.pread(self._fd, length, 8).decode("utf-8"), object_pairs_hook=_no_repeats)
         except (ValueError, RecursionError) as error:
@@ -169,13 +169,14 @@ class SafetensorsFile:
         return specs, {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
 
     def _spec(self, name: str, entry: Any) -> TensorSpec:
-        fields = entry if isinstance(entry, dict) else {}
-        shape, offsets, code = fields.get("shape"), fields.get("data_offsets"), fields.get("dtype")
-        for value in (shape, offsets):
-            if not isinstance(value, list) or any(type(number) is not int or number < 0 for number in value):
-                raise self._wrong(f"the entry of {name!r} is malformed", "dtype, shape and data_offsets", repr(entry)[:200])
-        if code not in DTYPES or len(offsets) != 2:
-            raise self._wrong(f"the entry of {name!r} is malformed", f"a dtype of {', '.join(DTYPES)}", repr(entry)[:200])
+        fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+        shape, offsets, code = (fields.get(key, ()) for key in ("shape", "data_offsets", "dtype"))
+        if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2 and code in DTYPES):
+            raise self._wrong(
+                f"the entry of {name!r} is malformed",
+                f"shape, two data_offsets, and a dtype of {', '.join(DTYPES)}",
+                repr(entry)[:200],
+            )
         return TensorSpec(DTYPES[code], tuple(shape))
 
     def _wrong(self, what: str, expected: str, got: str) -> CheckpointError:
@@ -189,6 +190,10 @@ class _Rows:
     start: int
     count: int
     num_bytes: int
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 
 def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -205,18 +210,18 @@ def write_safetensors(
 
     Args:
         specs: the tensors in the file.
-        read: gives each of them when its turn comes: larger items first, then by name, so that all are aligned.
+        read: gives each of them when its turn comes, see ``write_order``.
 
     Returns:
         The size and checksum of the file, which is on the disk when this returns.
     """
-    names = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
+    names = write_order(specs)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name in names:
         spec = specs[name]
         if spec.dtype not in CODES:
-            raise CheckpointError("safetensors files have no such type", where=name, got=str(spec.dtype), expected=", ".join(DTYPES))
+            raise CheckpointError("safetensors has no such type", where=name, got=str(spec.dtype), expected=", ".join(DTYPES))
         header[name] = {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [end, end + spec.num_bytes]}
         end += spec.num_bytes
     encoded = json.dumps(header).encode()
@@ -226,19 +231,26 @@ def write_safetensors(
         _write_all(file, memoryview(struct.pack("<Q", len(encoded)) + encoded), digest)
         for name in names:
             tensor = read(name)
-            if (tensor.dtype, tuple(tensor.shape)) != (specs[name].dtype, specs[name].shape):
-                raise CheckpointError(
-                    "a tensor is not what the header says", where=name, expected=specs[name], got=f"{tensor.dtype} {tuple(tensor.shape)}"
-                )
+            if (got := TensorSpec(tensor.dtype, tuple(tensor.shape))) != specs[name]:
+                raise CheckpointError("a tensor is not what the header says", where=name, expected=specs[name], got=got)
             _write_all(file, as_bytes(tensor), digest)
         os.fsync(file.fileno())
     return FileRecord(8 + len(encoded) + end, digest.hexdigest())
 
 
+def write_order(specs: Mapping[str, TensorSpec]) -> list[str]:
+    """The order of the tensors in a file: larger items first, so that all are aligned, then by name."""
+    return sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
+
+
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, in row-major order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return _memory(flat.view(torch.uint8))
+
+
+def _memory(flat: Tensor) -> memoryview:
+    return memoryview(flat.numpy().data)
 
 
 def record_of(path: Path) -> FileRecord:

@@ -7,8 +7,8 @@ program and so with the same random numbers; but the values used longest ago are
     kept      only what ``keep`` made of it exists; an elementwise operation can go on with that, others are refused
     nothing   nobody wants it: operations that draw random numbers are executed on scratch memory, all others are skipped
 
-A value is found by the storage of the tensor, so that views, ``.data`` and ``detach()`` of a parameter reach it too. Asked for its
-device, a stand-in tells the value's: initialisers (``trunc_normal_`` for one) leave ``meta`` tensors alone.
+A value is found by the storage of the tensor, so that views, ``.data`` and ``detach()`` of a parameter reach it too. Asked for
+its device, a stand-in tells the value's: initialisers (``trunc_normal_`` for one) leave ``meta`` tensors alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from oslo_engine.errors import UnsupportedError
 
 aten = torch.ops.aten
 
-OPEN_BYTES = 0
+OPEN_BYTES = 1 << 26
 
 # Operations that are not tagged as pointwise and yet treat every entry by itself.
 ENTRY_BY_ENTRY = {
@@ -89,6 +89,10 @@ class _Value:
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    @property
+    def is_incomplete(self) -> bool:
+        return self.lost or (self.flat is None and (self.keep is not None or not self.wanted))
+
     def whole(self) -> Tensor:
         assert self.flat is not None
         return torch.as_strided(self.flat, self.shape, self.stride)
@@ -111,7 +115,6 @@ class _Value:
             self.flat = None
 
 
-
 class ShadowExecution(TorchDispatchMode):
     """While it is on, operations on adopted parameters work as the module docstring says.
 
@@ -124,8 +127,10 @@ class ShadowExecution(TorchDispatchMode):
         self._open_bytes = open_bytes
         self._devices = _TrueDevices(self)
         self._default_device = torch.get_default_device()
-        self._values: dict[int, tuple[StorageWeakRef, _Value]] = {}  # by the address of the storage, which a weak reference reserves
+        # By the address of the storage, which the weak reference keeps from being used again.
+        self._values: dict[int, tuple[StorageWeakRef, _Value]] = {}
         self._results: set[int] = set()  # those of them that are results of operations
+        self._refusal: UnsupportedError | None = None
         self._open: list[_Value] = []  # parameters whose whole values exist, the one used last at the end
 
     def __enter__(self) -> Any:
@@ -135,9 +140,11 @@ class ShadowExecution(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._devices.__exit__(*error)
+        if self._refusal is not None:  # the program may have caught it, or failed for want of the result
+            raise self._refusal
 
     def adopt(self, parameter: nn.Parameter, *, wanted: bool, keep: Keep | None = None) -> nn.Parameter:
-        """A meta parameter that stands for ``parameter``; its values are those of ``parameter``, or undefined if that is on meta.
+        """A meta parameter that stands for ``parameter``, with its values, or undefined ones if it is on meta itself.
 
         Args:
             wanted: whether its final value is asked for; ``keep`` says what of it (None: all).
@@ -193,24 +200,27 @@ class ShadowExecution(TorchDispatchMode):
         value = self._value(leaf) if isinstance(leaf, Tensor) else None
         if value is None:
             return leaf
-        overwritten = (random or func in OVERWRITING) and any(leaf is tensor for tensor in written) and leaf.numel() == value.numel
+        target = any(leaf is tensor for tensor in written)
+        overwritten = target and (random or func in OVERWRITING) and leaf.numel() == value.numel
         flat = value.open(restore=not overwritten)
         self._use(value)
         return torch.as_strided(flat.view(leaf.dtype), leaf.shape, leaf.stride(), leaf.storage_offset())
 
     def _check_entries(self, func: Any, values: list[_Value], into_real: bool) -> None:
-        incomplete = [value for value in values if value.lost or (value.flat is None and (value.keep is not None or not value.wanted))]
-        by_entry = func in ENTRY_BY_ENTRY or torch.Tag.pointwise in func.tags or torch.Tag.nondeterministic_seeded in func.tags
+        incomplete = [value for value in values if value.is_incomplete]
+        tags = {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded}
+        by_entry = func in ENTRY_BY_ENTRY or tags & set(func.tags)
         if incomplete and func not in SHAPE_ONLY and (into_real or not by_entry):
-            raise UnsupportedError(
+            self._refusal = UnsupportedError(
                 "an initialiser computes with a whole parameter after others were initialised",
                 where=str(func),
                 got=f"a parameter of shape {tuple(incomplete[0].shape)}",
                 hint="build the model whole and pass it to parallelize",
             )
+            raise self._refusal
 
     def _stand_in(self, out: Any) -> Any:
-        """A meta tensor for the result of an operation on parameters: code may go on with it, or make it a parameter's ``.data``."""
+        """A meta tensor for the result of an operation on parameters: code may go on with it, as a ``.data`` for one."""
         if not isinstance(out, Tensor):
             return out
         for key in [key for key in self._results if self._values[key][0].expired()]:
@@ -257,6 +267,9 @@ class ShadowExecution(TorchDispatchMode):
             self._open.pop(0).close()
 
 
+_DEVICE, _IS_META = (vars(torch._C.TensorBase)[name].__get__ for name in ("device", "is_meta"))
+
+
 class _TrueDevices(TorchFunctionMode):
     """Answers for stand-ins where their values are."""
 
@@ -265,11 +278,11 @@ class _TrueDevices(TorchFunctionMode):
         self._shadow = shadow
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.Tensor.device.__get__, torch.Tensor.is_meta.__get__):
+        if func in (_DEVICE, _IS_META):
             with torch._C.DisableTorchFunction():
                 value = self._shadow._value(args[0])
             if value is not None:
-                return value.device if func == torch.Tensor.device.__get__ else False
+                return value.device if func == _DEVICE else False
         return func(*args, **(kwargs or {}))
 
 

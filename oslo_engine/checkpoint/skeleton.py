@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,12 +51,13 @@ def materialize_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _take_tensors(module: nn.Module, twin: nn.Module | None, where: str) -> None:
-    for table, twin_table in ((module._buffers, twin._buffers if twin else {}), (module.__dict__, twin.__dict__ if twin else {})):
-        for name, value in list(table.items()):
+    for table in ("_buffers", "__dict__"):
+        values, twin_values = getattr(module, table), getattr(twin, table, {})
+        for name, value in list(values.items()):
             if not isinstance(value, Tensor) or not value.is_meta:
                 continue
-            computed = twin_table.get(name)
-            if table is module._buffers and (computed is None or computed.shape != value.shape):
+            computed = twin_values.get(name)
+            if table == "_buffers" and (computed is None or computed.shape != value.shape):
                 raise UnsupportedError(
                     "cannot find out the value of a buffer that is on meta",
                     where=f"{where}.{name}",
@@ -64,7 +66,7 @@ def _take_tensors(module: nn.Module, twin: nn.Module | None, where: str) -> None
                     hint="build the model on the CPU, or use from_config_with_parallel",
                 )
             if isinstance(computed, Tensor) and not computed.is_meta:
-                table[name] = computed.to(value.dtype)
+                values[name] = computed.to(value.dtype)
 
 
 def transformers_class(cls: type) -> type[PreTrainedModel]:
@@ -86,7 +88,7 @@ def as_meta(parameter: nn.Parameter) -> nn.Parameter:
 @contextlib.contextmanager
 def on_registration(replace: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[None]:
     """Let ``replace`` decide what every parameter becomes that a module registers meanwhile."""
-    hook = register_module_parameter_registration_hook(lambda module, name, parameter: replace(parameter))
+    hook = register_module_parameter_registration_hook(cast(Any, lambda module, name, parameter: replace(parameter)))
     try:
         yield
     finally:

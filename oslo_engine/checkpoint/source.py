@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from oslo_engine.checkpoint.agree import together
 from oslo_engine.checkpoint.atomic import MANIFEST, MOVING, recover, staging_folder
 from oslo_engine.checkpoint.safetensors_io import SafetensorsFile, TensorSpec
 from oslo_engine.errors import CheckpointError
@@ -31,8 +33,8 @@ INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 class TensorSource(ABC):
     """Named tensors that are read slice by slice.
 
-    ``native``: whether the names are those of our model classes as they are, rather than of files on the hub, which Transformers
-    renames and converts while it loads them.
+    ``native``: whether the names are those of the model class as they are, rather than of a file that Transformers would load,
+    which renames and converts some on the way.
     """
 
     native = False
@@ -60,7 +62,7 @@ class TensorSource(ABC):
         """Equal for two names of the same stored tensor."""
         return name
 
-    def verify(self, part: int = 0, parts: int = 1) -> None:
+    def verify(self, part: int = 0, parts: int = 1) -> None:  # noqa: B027
         """Compare the files, or every ``parts``-th of them from ``part`` on, with the checksums that were saved with them.
 
         Does nothing for forms that have no checksums.
@@ -88,13 +90,17 @@ def open_source(path: str | Path | Sequence[str | Path]) -> TensorSource:
     if (path / MANIFEST).exists():
         if merged:
             raise CheckpointError(
-                "two checkpoints stand in one folder", where=str(path), got=f"{MANIFEST} and {merged[0]}", hint="delete or move one of them"
+                "two checkpoints stand in one folder",
+                where=str(path),
+                got=f"{MANIFEST} and {merged[0]}",
+                hint="delete or move one of them",
             )
         from oslo_engine.checkpoint.split import SplitSource
 
         return SplitSource(path)
     if not merged:
-        left = sorted(file.name for pattern in ("*_tp=*_pp=*", "model-*-of-*", "pytorch_model-*-of-*") for file in path.glob(pattern))
+        patterns = ("*_tp=*_pp=*", "model-*-of-*", "pytorch_model-*-of-*")
+        left = sorted(file.name for pattern in patterns for file in path.glob(pattern))
         raise CheckpointError(
             "the folder has no checkpoint",
             where=str(path),
@@ -104,6 +110,12 @@ def open_source(path: str | Path | Sequence[str | Path]) -> TensorSource:
     if merged[0] in INDEX_FILES:
         return _from_index(path / merged[0])
     return _from_files([path / merged[0]])
+
+
+def verify_source(source: TensorSource) -> None:
+    """Compare the files with their checksums, each rank a part of them. Collective; an altered file is an error on every rank."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    together(lambda: source.verify(rank, ranks), what="checking the checkpoint")
 
 
 def floating_dtype(source: TensorSource) -> torch.dtype | None:
@@ -130,18 +142,27 @@ def _from_index(index: Path) -> TensorSource:
         names = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            "the index is damaged", where=str(index), expected='a JSON object with a "weight_map"', got=f"{type(error).__name__}: {error}"
+            "the index is damaged",
+            where=str(index),
+            expected='a JSON object with a "weight_map"',
+            got=f"{type(error).__name__}: {error}",
         ) from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError("the index names a file outside its folder", where=str(index), got=repr(name), expected="a plain file name")
+            raise CheckpointError(
+                "the index names a file outside its folder", where=str(index), expected="a plain file name", got=repr(name)
+            )
         if not (index.parent / name).exists():
-            raise CheckpointError("a file of the checkpoint is missing", where=str(index.parent / name), expected=f"listed in {index.name}")
+            raise CheckpointError(
+                "a file of the checkpoint is missing", where=str(index.parent / name), expected=f"listed in {index.name}"
+            )
     source = _from_files([index.parent / name for name in names])
     there = set(source.names())
     for tensor, name in weight_map.items():
         if tensor not in there:
-            raise CheckpointError(f"a file lacks {tensor!r}", where=str(index.parent / name), expected=f"all that {index.name} lists for it")
+            raise CheckpointError(
+                f"a file lacks {tensor!r}", where=str(index.parent / name), expected=f"all that {index.name} lists for it"
+            )
     return source
 
 
@@ -177,7 +198,7 @@ class SafetensorsSource(TensorSource):
 
 
 class PickledSource(TensorSource):
-    """One or several files written by ``torch.save``, unpickled with ``weights_only`` and mapped: slices are copied out of them."""
+    """One or several files written by ``torch.save``: unpickled with ``weights_only``, mapped, and slices copied out of them."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
@@ -215,7 +236,8 @@ def cut(tensor: Tensor, dim: int | None, spans: Sequence[Span] | None) -> Tensor
     """A copy of the concatenation of ``spans`` along ``dim``, or of the whole tensor."""
     if dim is None or spans is None:
         return tensor.clone(memory_format=torch.contiguous_format)
-    return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in spans], dim) if spans else tensor.narrow(dim, 0, 0).clone()
+    pieces = [tensor.narrow(dim, start, stop - start) for start, stop in spans]
+    return torch.cat(pieces or [tensor.narrow(dim, 0, 0)], dim)
 
 
 def load_pickled(path: Path) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from oslo_engine.shards import Span
 
 
 class SplitSource(TensorSource):
-    """The whole tensors of a split checkpoint, put together from slices of the ranks' files. A file is opened when it is first read.
+    """The whole tensors of a split checkpoint, put together from slices of the ranks' files, which are opened when first read.
 
     Raises:
         CheckpointError: ``layout.json`` is damaged; a file is missing, left over, or has another size than when it was saved.
@@ -96,7 +96,8 @@ class SplitSource(TensorSource):
         name = self.layout.file_name(tp_rank, tensor.pp_ranks[0])
         if name not in self._files:
             path = self.folder / name
-            file: TensorSource = SafetensorsSource([path]) if self.layout.serialization == "safetensors" else PickledSource([path])
+            kind = SafetensorsSource if self.layout.serialization == "safetensors" else PickledSource
+            file: TensorSource = kind([path])
             names = set(file.names())
             for stored in self.layout.stored_in(tp_rank, tensor.pp_ranks[0]):
                 spec = file.spec(stored.name) if stored.name in names else None
@@ -114,7 +115,9 @@ class SplitSource(TensorSource):
         for name, record in self.layout.files.items():
             path = self.folder / name
             if not path.is_file():
-                raise CheckpointError("a file of the split checkpoint is missing", where=str(path), expected=f"listed in {MANIFEST}")
+                raise CheckpointError(
+                    "a file of the split checkpoint is missing", where=str(path), expected=f"listed in {MANIFEST}"
+                )
             if path.stat().st_size != record.size_bytes:
                 raise CheckpointError(
                     "a file of the split checkpoint has the wrong size",
@@ -128,7 +131,7 @@ class SplitSource(TensorSource):
                 raise CheckpointError(
                     "a file does not belong to this split checkpoint",
                     where=str(path),
-                    expected=f"only the {len(self.layout.files)} files of {MANIFEST} (tp={self.layout.tp}, pp={self.layout.pp})",
+                    expected=f"the {len(self.layout.files)} files of {MANIFEST}: tp={self.layout.tp}, pp={self.layout.pp}",
                     hint="delete it, or copy the checkpoint again",
                 )
 

@@ -39,7 +39,7 @@ def copy_to(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Sum the partial results of a sharded region into a replicated tensor.
+    """Sum the partial results of a sharded region into a replicated tensor; ``x`` itself is used up.
 
     Communication: forward one all-reduce of ``x``'s size on ``axis``; backward none. Inverse: ``copy_to``.
     """
@@ -153,7 +153,12 @@ class _Copy(Function):
 class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return all_reduce_sum(x, axis)
+        # In place: what comes here is the result of a product that nobody else reads. Autograd would raise if somebody did.
+        if x._is_view() or not x.is_contiguous():
+            return all_reduce_sum(x, axis)
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=axis.group)
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

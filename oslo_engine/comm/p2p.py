@@ -68,6 +68,18 @@ class Incoming:
         return self.tensors
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a batch went.
+
+    problems: why ranks stopped in the middle of it, by pp rank.
+    fingerprints: of the batch each rank was given.
+    """
+
+    problems: dict[int, str]
+    fingerprints: tuple[int, ...]
+
+
 @dataclass
 class PipelineLinks:
     """This rank's connections to the others of its pipeline. Peers are pp ranks.
@@ -182,23 +194,24 @@ class PipelineLinks:
         self._check_mark(tuple(int(number) for number in found), mark, peer)
         return torch.tensor(value, dtype=_DTYPES[int(dtype)]) if known else None
 
-    def agree(self, mark: int, problem: str | None) -> dict[int, str]:
-        """Exchange how this rank's batch ended; the problems by pp rank.
+    def agree(self, mark: int, fingerprint: int, problem: str | None) -> Outcome:
+        """Exchange how a batch went.
 
-        Communication: one all-gather of two numbers on ``control``, and one of the texts if there are any.
+        Communication: one all-gather of three numbers on ``control``, and one of the texts if there are any.
         """
         if self.axis.size == 1:
-            return {} if problem is None else {0: problem}
+            return Outcome({} if problem is None else {0: problem}, (fingerprint,))
         with self.watched("waiting for the other stages at the end of a batch"):
-            mine = torch.tensor([mark, int(problem is not None)])
-            found = [torch.empty_like(mine) for _ in range(self.axis.size)]
-            dist.all_gather(found, mine, group=self.control)
+            mine = torch.tensor([mark, fingerprint, int(problem is not None)])
+            gathered = [torch.empty_like(mine) for _ in range(self.axis.size)]
+            dist.all_gather(gathered, mine, group=self.control)
+            marks, fingerprints, failed = zip(*(theirs.tolist() for theirs in gathered), strict=True)
             texts: list[str | None] = [None] * self.axis.size
-            if any(int(theirs[1]) for theirs in found):
+            if any(failed):
                 dist.all_gather_object(texts, problem, group=self.control)
-        for peer, theirs in enumerate(found):
-            self._check_mark((int(theirs[0]),), (mark,), peer)
-        return {peer: text for peer, text in enumerate(texts) if text is not None}
+        for peer, found in enumerate(marks):
+            self._check_mark((found,), (mark,), peer)
+        return Outcome({peer: text for peer, text in enumerate(texts) if text is not None}, fingerprints)
 
     def give_up(self, reason: str) -> None:
         """Refuse all further work: messages may be on their way that nobody will receive."""
@@ -218,7 +231,7 @@ class PipelineLinks:
     def _check_mark(self, found: tuple[int, ...], expected: tuple[int, ...], peer: int) -> None:
         if found != expected:
             what, where = "the ranks of a pipeline are not in the same batch", f"a message from pp rank {peer}"
-            self.failure = self._failed(what, where, f"{expected} (batch, and stage and micro-batch)", f"{found}")
+            self.failure = self._failed(what, where, f"batch, ..., micro-batch {expected}", f"{found}")
             raise self.failure
 
     @contextmanager

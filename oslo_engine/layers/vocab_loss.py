@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from oslo_engine.comm.collectives import all_reduce_sum, reduce_from
 from oslo_engine.layers.vocab_layout import VocabLayout, check_ids
-from oslo_engine.layers.vocab_reductions import loss_dtype, math_dtype, pick, pieces, row_exp_sum, row_max
+from oslo_engine.layers.vocab_reductions import as_rows, loss_dtype, math_dtype, pick, pieces, row_exp_sum, row_max
 from oslo_engine.layers.vocab_tensor import NeedsWholeVocabulary, VocabShard
 
 
@@ -112,7 +112,7 @@ class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, target: Tensor, used: Tensor, vocab: VocabLayout, smoothing: float) -> Tensor:
         """[.., slice], [..], [..] -> [..], in fp32 or fp64."""
-        rows, ids = local.reshape(-1, local.shape[-1]), target.reshape(-1, 1)
+        rows, ids = as_rows(local), target.reshape(-1, 1)
         top = row_max(rows, vocab)
         summed = row_exp_sum(rows, top, vocab)
         _, inside = vocab.locate(ids)
@@ -130,7 +130,7 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         """softmax - (1 - smoothing) * onehot(target) - smoothing / V, times the loss's gradient."""
         local, target, used, top, summed = ctx.saved_tensors
-        rows, vocab = local.reshape(-1, local.shape[-1]), ctx.vocab
+        rows, vocab = as_rows(local), ctx.vocab
         scale = torch.where(used, grad, 0).reshape(-1, 1).to(top.dtype)
         at, inside = vocab.locate(target.reshape(-1, 1))
         hit = torch.where(inside, scale * (ctx.smoothing - 1), 0)

@@ -86,20 +86,20 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> VocabS
 def rearrange(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation that moves, drops or picks whole dimensions, and find out where the vocabulary went.
 
-    The operation is tried on shapes alone, with a vocabulary of V and of V + 1: the one dimension in which the results differ is
-    the vocabulary. Where there is none, or more, the operation cut the vocabulary.
+    The operation is tried on shapes alone, with a vocabulary of V and of V + 1: the one dimension in which the results differ
+    is the vocabulary. Where there is none, or more, the operation cut the vocabulary.
     """
     shard = args[0]
     if not isinstance(shard, VocabShard):
         raise NeedsWholeVocabulary("the logits are not the first argument")
-    one, two = (_on_shapes(func, shard, extra, args[1:], kwargs) for extra in (0, 1))
-    shapes = [[result.shape for result in _listed(results)] for results in (one, two)]
+    results = [_on_shapes(func, shard, extra, args[1:], kwargs) for extra in (0, 1)]
+    shapes = [[part.shape for part in _listed(result)] for result in results]
     if len(shapes[0]) != len(shapes[1]):
         raise NeedsWholeVocabulary("it cuts the vocabulary dimension")
-    dims = [_vocabulary_dim(*pair, shard.vocab.total) for pair in zip(*shapes, strict=True)]
+    dims = [_vocabulary_dim(one, two, shard.vocab.total) for one, two in zip(*shapes, strict=True)]
     locals_ = _listed(func(shard.raw_local(), *args[1:], **kwargs))
     views = tuple(shard.view_from(local, shard.vocab.at_dim(dim)) for local, dim in zip(locals_, dims, strict=True))
-    return views[0] if isinstance(one, Tensor) else views
+    return views[0] if isinstance(results[0], Tensor) else views
 
 
 def _on_shapes(func: Any, shard: VocabShard, extra: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

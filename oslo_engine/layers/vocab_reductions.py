@@ -5,6 +5,7 @@ N below is batch * sequence. Half precision is reduced in fp32 and rounded once 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,11 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
 def loss_dtype(shard: VocabShard) -> torch.dtype:
     """The dtype torch gives losses and softmaxes of these logits: autocast computes them in fp32."""
     return math_dtype(shard.dtype) if torch.is_autocast_enabled(shard.device.type) else shard.dtype
+
+
+def as_rows(local: Tensor) -> Tensor:
+    """[.., slice] -> [N, slice]; a slice may be empty."""
+    return local.reshape(math.prod(local.shape[:-1]), local.shape[-1])
 
 
 def pieces(rows: Tensor) -> Sequence[slice]:
@@ -57,8 +63,8 @@ def pick(rows: Tensor, ids: Tensor, vocab: VocabLayout) -> Tensor:
         rows: [.., slice].
         ids: [.., k], valid ids.
     """
-    if rows.shape[-1] == 0:
-        return rows.new_zeros(ids.shape)
+    if rows.shape[-1] == 0:  # zeros that stay in the graph: this rank too must take part in the backward
+        return rows.sum(-1, keepdim=True).expand(ids.shape)
     at, inside = vocab.locate(ids)
     return rows.gather(-1, at).masked_fill(~inside, 0)
 
@@ -169,7 +175,7 @@ class _Softmax(Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, vocab: VocabLayout, dtype: torch.dtype, log: bool) -> Tensor:
-        rows = local.reshape(-1, local.shape[-1])
+        rows = as_rows(local)
         top = row_max(rows, vocab)
         summed = row_exp_sum(rows, top, vocab)
         result = rows - top
@@ -196,7 +202,7 @@ class _LogSumExp(Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, vocab: VocabLayout) -> Tensor:
-        rows = local.reshape(-1, local.shape[-1])
+        rows = as_rows(local)
         top = row_max(rows, vocab)
         summed = row_exp_sum(rows, top, vocab)
         ctx.save_for_backward(local, top, summed)
@@ -206,7 +212,7 @@ class _LogSumExp(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         local, top, summed = ctx.saved_tensors
-        rows = local.reshape(-1, local.shape[-1])
+        rows = as_rows(local)
         result, scale = torch.empty_like(rows), grad.reshape(-1, 1) / summed
         for piece in pieces(rows):
             result[piece] = (rows[piece] - top[piece]).exp_().mul_(scale[piece])

@@ -5,8 +5,8 @@ that scales its output, or a head that scales its logits, goes on doing so.
 
 ``num_embeddings`` and ``out_features`` keep meaning the whole vocabulary: that is what users compare with ``len(tokenizer)``,
 what Transformers copies from the embedding to a tied head, what peft sizes adapters by, and what repr should show. Only
-``weight`` (and ``bias``) is this rank's slice. ``padding_idx`` is read as a row of ``weight`` (by ``forward`` and by Transformers'
-initialisation), so it is the slice's: None on the ranks that do not own the row.
+``weight`` (and ``bias``) is this rank's slice. ``padding_idx`` is read as a row of ``weight`` (by ``forward`` and by
+Transformers' initialisation), so it is the slice's: None on the ranks that do not own the row.
 """
 
 from __future__ import annotations

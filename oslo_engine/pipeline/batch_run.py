@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from oslo_engine.comm.p2p import PipelineLinks
-from oslo_engine.errors import OsloError, PipelineError
+from oslo_engine.comm.p2p import Outcome, PipelineLinks
+from oslo_engine.errors import BatchError, OsloError, PipelineError
 from oslo_engine.layers.deferred import WeightGradient, collect_weight_gradients, deferrable
 from oslo_engine.pipeline.accumulate import GradientBuffer
 from oslo_engine.pipeline.autocast import AutocastState
 from oslo_engine.pipeline.cuts import Cuts
 from oslo_engine.pipeline.losses import Losses
-from oslo_engine.pipeline.micro_batch import MicroBatch
+from oslo_engine.pipeline.micro_batch import MicroBatch, fingerprint
 from oslo_engine.pipeline.orders import Action, ActionKind, Orders
 from oslo_engine.pipeline.stage_program import StageProgram
 from oslo_engine.pipeline.timeline import Event, noted
@@ -69,7 +69,8 @@ class BatchRun:
         self.loss_gradients: dict[int, Tensor] = {}  # what the user's backward starts with; 1 where missing
         self._program, self._links, self._orders, self._device, self._serial = program, links, orders, device, serial
         self._training, self._keep_outputs, self._autocast, self._timeline = training, keep_outputs, autocast, timeline
-        self._cuts = Cuts(links, orders, device, serial)
+        self._cuts = Cuts(links, orders, device, (serial, len(micros)))
+        self._fingerprint = fingerprint(micros) if training else None
         self._empty = False
         self._parameters = program.parameters() if training else []
         self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
@@ -110,9 +111,8 @@ class BatchRun:
         """
         with self._ending_on_failure():
             assert self.position == len(self.actions), "actions are left"
-            problems = self._settle(None)
-        if problems:
-            raise _stopped_elsewhere(problems)
+            outcome = self._settle(None)
+        _raise_what_went_wrong(outcome)
 
     def abandon(self, problem: str) -> None:
         """Leave the batch; nothing of it reaches the parameters. Does nothing once the batch is closed."""
@@ -132,17 +132,19 @@ class BatchRun:
         try:
             yield
         except _PeerStopped:
-            raise _stopped_elsewhere(self._end(None)) from None
+            _raise_what_went_wrong(self._end(None))
         except Exception as error:
-            self._end(_describe(error))
+            outcome = self._end(_describe(error))
+            if outcome is not None and len(set(outcome.fingerprints)) > 1:
+                error.add_note("The ranks of the pipeline were given different batches.")
             raise
         except BaseException as error:  # an interrupt: do not wait for anybody any more
             self.closed = True
             self._links.give_up(f"interrupted by {type(error).__name__}")
             raise
 
-    def _end(self, problem: str | None) -> dict[int, str]:
-        """Walk the rest empty and close the batch; the problems of all ranks. The action that failed is walked again, empty."""
+    def _end(self, problem: str | None) -> Outcome | None:
+        """Walk the rest empty, beginning with the action that failed, and close the batch. None: the others do not answer."""
         self._empty = True
         self._cuts.stop()
         self._flights.clear()
@@ -157,15 +159,15 @@ class BatchRun:
         except PipelineError:
             if self._links.failure is None:
                 raise
-            return {}  # the links refuse their next use with the reason; what happened before matters more here
+            return None  # the links refuse their next use with the reason; what happened before matters more here
         finally:
             self.closed = True
 
-    def _settle(self, problem: str | None) -> dict[int, str]:
+    def _settle(self, problem: str | None) -> Outcome:
         self._links.wait_for_sends()
-        problems = self._links.agree(self._serial, problem)
+        outcome = self._links.agree(self._serial, 0 if self._fingerprint is None else int(self._fingerprint), problem)
         self.closed = True
-        return problems
+        return outcome
 
     # Actions
 
@@ -276,10 +278,19 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error.what if isinstance(error, OsloError) else error}"
 
 
-def _stopped_elsewhere(problems: dict[int, str]) -> PipelineError:
-    return PipelineError(
-        "another rank of the pipeline stopped in the middle of this batch",
-        where=", ".join(f"pp rank {rank}" for rank in problems) or None,
-        got="; ".join(problems.values()) or None,
-        hint="the gradients of this batch are discarded on every rank; the next batch can run",
-    )
+def _raise_what_went_wrong(outcome: Outcome | None) -> None:
+    problems = {} if outcome is None else outcome.problems
+    if outcome is not None and len(set(outcome.fingerprints)) > 1:
+        raise BatchError(
+            "the ranks of a pipeline were given different batches",
+            expected="the same batch on every rank that holds a part of one copy of the model",
+            got="; ".join(problems.values()) or f"fingerprints by pp rank {outcome.fingerprints}",
+            hint="give samplers num_replicas=model.mpu.get_data_parallel_world_size(), rank=model.mpu.get_data_parallel_rank()",
+        ) from None
+    if outcome is None or problems:
+        raise PipelineError(
+            "another rank of the pipeline stopped in the middle of this batch",
+            where=", ".join(f"pp rank {rank}" for rank in problems) or None,
+            got="; ".join(problems.values()) or None,
+            hint="the gradients of this batch are discarded on every rank; the next batch can run",
+        ) from None

@@ -29,11 +29,11 @@ class Cuts:
     """The traffic of one rank in one batch. A stage in an argument is the one on this rank.
 
     Args:
-        serial: number of the batch, the same on all ranks; every header carries it.
+        batch: numbers that identify the batch, the same on all ranks; every header carries them.
     """
 
-    def __init__(self, links: PipelineLinks, orders: Orders, device: torch.device, serial: int) -> None:
-        self._links, self._orders, self._device, self._serial = links, orders, device, serial
+    def __init__(self, links: PipelineLinks, orders: Orders, device: torch.device, batch: tuple[int, ...]) -> None:
+        self._links, self._orders, self._device, self._batch = links, orders, device, batch
         self._empty = False
         self._metas: dict[tuple[int, Any], _Metas] = {}  # by stage after the cut and signature; None: no values come
         self._left_values: dict[_At, tuple[Tensor, ...]] = {}
@@ -144,4 +144,4 @@ class Cuts:
         return tuple(torch.zeros(meta.shape, dtype=meta.dtype, device=self._device) for meta in metas)
 
     def _mark(self, stage: int, micro: MicroBatch) -> tuple[int, ...]:
-        return self._serial, stage, micro.index
+        return *self._batch, stage, micro.index

@@ -85,7 +85,8 @@ def _merge(outputs: Sequence[Any], micros: Sequence[MicroBatch]) -> Any:
             merged.append(torch.cat(leaves))
         else:
             weights = weights or [micro.weight for micro in micros]
-            merged.append(sum(leaf * weight for leaf, weight in zip(leaves, weights, strict=True)))
+            # A micro-batch without labels weighs 0, and its loss is no number.
+            merged.append(sum(leaf * weight for leaf, weight in zip(leaves, weights, strict=True) if weight))
     return pytree.tree_unflatten(merged, flat[0][1])
 
 

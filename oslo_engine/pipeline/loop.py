@@ -26,13 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from oslo_engine.errors import PipelineError
 from oslo_engine.pipeline.autocast import AutocastState
 from oslo_engine.pipeline.batch_run import BatchRun
 from oslo_engine.pipeline.micro_batch import MicroBatch
-from oslo_engine.pipeline.orders import first_backward, next_forward
+from oslo_engine.pipeline.orders import first_backwards, next_forward
 from oslo_engine.pipeline.runtime import PipelineRuntime
 
 
@@ -98,6 +99,11 @@ class PipelineLoop(dict[str, Any]):
 
     @property
     def loss(self) -> Tensor:
+        return self["loss"]
+
+    def __missing__(self, key: str) -> Any:
+        if key != "loss":
+            raise KeyError(key)
         raise PipelineError(
             "under pipeline parallelism a training forward returns micro-batches, not one loss",
             hint="write: for micro in model(**batch): micro.loss.backward()    or: loss = model.train_step(batch)",
@@ -119,6 +125,7 @@ class LoopDriver:
         self._runtime, self._micros = runtime, micros
         self._autocast = AutocastState.capture(runtime.device)
         self._run: BatchRun | None = None
+        self._starts: dict[int, int] = {}  # index of the first backward, by micro-batch
         self._iterated = self._finished = False
         self._current = -1  # the micro-batch that was yielded last
         self._num_backwards = 0
@@ -132,10 +139,11 @@ class LoopDriver:
     def _iterate(self, anchor: Tensor) -> Iterator[MicroOutput]:
         self._run = run = self._runtime.begin(self._micros, autocast=self._autocast, keep_outputs=True)
         self._runtime.open_loop = self
+        self._starts = first_backwards(run.actions)
         last = len(self._micros) - 1
         try:
             for index in range(len(self._micros)):
-                run.advance(first_backward(run.actions, index))
+                run.advance(self._starts[index])
                 loss = run.loss(index)
                 self._current = index
                 with torch.enable_grad():
@@ -162,7 +170,7 @@ class LoopDriver:
         run.loss_gradients[index] = gradient
         self._num_backwards = index + 1
         if index < len(self._micros) - 1:
-            run.advance(next_forward(run.actions, first_backward(run.actions, index)))
+            run.advance(next_forward(run.actions, self._starts[index]))
         else:
             run.advance(len(run.actions))
             run.finish()
@@ -216,6 +224,7 @@ class _Deliver(Function):
         return torch.zeros_like(leaf)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return None, None, *ctx.source.take_gradients()
 
@@ -227,6 +236,7 @@ class _Loss(Function):
         return value.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         ctx.driver.backward(ctx.index, gradient)
         return None, None, None, torch.zeros((), device=ctx.device)

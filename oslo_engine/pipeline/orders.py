@@ -121,9 +121,13 @@ def forward_orders(schedule: Schedule, pp: int, num_micro_batches: int) -> Order
     return Orders(actions, holders)
 
 
-def first_backward(actions: Sequence[Action], micro: int) -> int:
-    """Where a rank first needs the gradient of a micro-batch: everything before this index can run without it."""
-    return next(at for at, action in enumerate(actions) if action.kind.starts_backward and action.micro == micro)
+def first_backwards(actions: Sequence[Action]) -> dict[int, int]:
+    """By micro-batch, where a rank first needs its gradient: everything before this index can run without it."""
+    found: dict[int, int] = {}
+    for at, action in enumerate(actions):
+        if action.kind.starts_backward:
+            found.setdefault(action.micro, at)
+    return found
 
 
 def next_forward(actions: Sequence[Action], start: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -86,16 +86,25 @@ def _rewrite_regions(model: PreTrainedModel, plan: Plan, mesh: Mesh, streams: Ra
         for name in region.rows:
             module = _update_features(model.get_submodule(name))
             row_parallel(module, mesh.tp, streams, sequence_parallel=plan.sequence_parallel)
+    summed: set[tuple[int, str]] = set()
     for tensor in plan.held_by(mesh.at.pp_rank):
         overlap = tensor.shard if tensor.shard is not None and tensor.shard.overlaps else None
         if tensor.partial or overlap is not None:
             for alias in tensor.aliases:
                 path, _, leaf = alias.rpartition(".")
-                sum_gradient(model.get_submodule(path), leaf, mesh.tp, overlap)
-    for name, sizes in plan.embeddings:
-        vocab_parallel_embedding(model.get_submodule(name), mesh.tp, sizes)
-    for name, sizes in plan.heads:
-        vocab_parallel_head(_update_features(model.get_submodule(name)), mesh.tp, sizes)
+                module = model.get_submodule(path)
+                if (id(module), leaf) not in summed:
+                    summed.add((id(module), leaf))
+                    sum_gradient(module, leaf, mesh.tp, overlap)
+    for module, sizes in _once(model, plan.embeddings):
+        vocab_parallel_embedding(module, mesh.tp, sizes)
+    for module, sizes in _once(model, plan.heads):
+        vocab_parallel_head(_update_features(module), mesh.tp, sizes)
+
+
+def _once(model: nn.Module, named: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[nn.Module, tuple[int, ...]]]:
+    """The modules of these names, each once: one module may stand under several names."""
+    return list({id(module): (module, sizes) for name, sizes in named for module in [model.get_submodule(name)]}.values())
 
 
 def _update_features(module: nn.Module) -> nn.Module:

@@ -63,7 +63,8 @@ def _total_norm(model: nn.Module, state: ParallelState, norm_type: float) -> Ten
 
 
 def _power_sum(grad: Tensor, norm_type: float) -> Tensor:
-    norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32)
+    exact = torch.promote_types(grad.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(grad, norm_type, dtype=exact).float()
     return norm if math.isinf(norm_type) else norm.pow(norm_type)
 
 

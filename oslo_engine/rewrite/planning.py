@@ -70,7 +70,7 @@ def plan_model(
 
     if num_stages == 1:
         return Layout(build([(block, 0) for block in blocks], [0] * len(blocks), [[]]))
-    flows = FlowBook(skeleton(model), blocks)
+    flows = FlowBook(skeleton(model, dtype=model.dtype), blocks)
     calls = flows.calls()
     head = model.get_output_embeddings()
     stage_of_call = assign_stages(

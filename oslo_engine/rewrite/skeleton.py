@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -23,6 +24,7 @@ NUM_ROWS = 2
 LENGTH = 8
 TARGET_LENGTH = 6
 NUM_PADDED = 2
+NUM_CHARACTERS = 256  # the vocabulary of models that read characters and have none
 
 # The names under which Transformers passes what a decoding step continues from.
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params", "state")
@@ -145,7 +147,7 @@ def _text_inputs(model: PreTrainedModel, names: list[str]) -> dict[str, Any]:
 def _token_ids(model: PreTrainedModel, length: int) -> Tensor:
     """Ordinary tokens from the middle of the vocabulary, each row ending in EOS (some classifiers look for it)."""
     config = model.config.get_text_config()
-    size = min(_numbers(config, "vocab_size"))
+    size = _vocabulary_size(config)
     special = set(_numbers(config, "_token_id", "_token_index", "_index"))
     pool = [token for token in range(size // 2, min(size, size // 2 + 64)) if token not in special] or [size - 1]
     rows = [[pool[(row * length + column) % len(pool)] for column in range(length)] for row in range(NUM_ROWS)]
@@ -158,11 +160,15 @@ def _numbers(config: PreTrainedConfig, *endings: str) -> list[int]:
     return [value for name in names if type(value := getattr(config, name, None)) is int and value >= 0]
 
 
+def _vocabulary_size(config: PreTrainedConfig) -> int:
+    return min(_numbers(config, "vocab_size"), default=NUM_CHARACTERS)
+
+
 def _token(model: PreTrainedModel, name: str) -> int | None:
     config = model.config.get_text_config()
     token = getattr(config, name, None)
     token = token[0] if isinstance(token, list) and token else token
-    return token if type(token) is int and 0 <= token < config.vocab_size else None
+    return token if type(token) is int and 0 <= token < _vocabulary_size(config) else None
 
 
 def _run(model: PreTrainedModel, inputs: Mapping[str, Any], root: str = "") -> Any:
@@ -174,10 +180,12 @@ def _accepted_labels(model: PreTrainedModel, inputs: Mapping[str, Any], root: st
     """Labels per token if the forward takes them, else per row, else none: what a head wants stands nowhere but in its code."""
     per_token = inputs.get("decoder_input_ids", inputs["input_ids"])
     for labels in (per_token, torch.zeros_like(per_token), torch.zeros(NUM_ROWS, dtype=torch.long), torch.zeros(NUM_ROWS)):
-        try:
-            _run(model, {**inputs, "labels": labels}, root)
-        except Exception:  # whatever a model's own code raises on a shape it does not expect
-            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                _run(model, {**inputs, "labels": labels}, root)
+            except Exception:  # whatever a model's own code raises on a shape it does not expect
+                continue
         return {"labels": labels}
     return {}
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 IGNORED = -100
 _FEW_LABELS, _MANY_LABELS = 0.3, 0.9
-
-Task = Literal["causal", "masked", "seq2seq"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ def training_shapes(*, pp: int, micro_batch_size: int, multiple: int = 1) -> tup
     return first, second, third
 
 
-def make_batch(config: Any, task: Task, shape: Shape, *, micro_batch_size: int, seed: int) -> dict[str, Tensor]:
+def make_batch(config: Any, shape: Shape, *, micro_batch_size: int, seed: int) -> dict[str, Tensor]:
     """Arguments of a training forward.
 
     The first row is padded the most. The first micro-batch has few labels, the second of three or more none, the others many.
@@ -49,11 +47,12 @@ def make_batch(config: Any, task: Task, shape: Shape, *, micro_batch_size: int, 
     """
     generator = torch.Generator().manual_seed(seed)
     ids, mask = make_inputs(config, shape.rows, shape.length, generator)
-    targets = _tokens(config, (shape.rows, shape.target), generator) if task == "seq2seq" else ids
+    has_decoder = config.is_encoder_decoder
+    targets = _tokens(config, (shape.rows, shape.target), generator) if has_decoder else ids
     keep = torch.rand(targets.shape, generator=generator)
     shares = [_share(row // micro_batch_size, -(-shape.rows // micro_batch_size)) for row in range(shape.rows)]
     kept = keep < torch.tensor(shares)[:, None]
-    if task != "seq2seq":
+    if not has_decoder:
         kept &= mask.bool()
     kept[0, -1] = kept[-1, -1] = True
     return {"input_ids": ids, "attention_mask": mask, "labels": targets.masked_fill(~kept, IGNORED)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -93,17 +93,18 @@ class Report:
         return text.getvalue().rstrip()
 
 
-def merge_rows(name: str, rows: Sequence[Row], num_ranks: int) -> Row:
-    """One row from those of all ranks: the worst. A rank that sent none makes it "not run"."""
-    failed = [(rank, row) for rank, row in enumerate(rows) if row.verdict == "fail"]
+def merge_rows(name: str, rows: Mapping[int, Row], num_ranks: int) -> Row:
+    """One row from those of the ranks: the worst. If one sent none, and no other failed, the row is "not run"."""
+    failed = {rank: row for rank, row in rows.items() if row.verdict == "fail"}
     if failed:
-        rank, worst = max(failed, key=lambda pair: _size(pair[1].figure))
-        where = f"rank {rank}" if num_ranks > 1 else ""
-        return Row(name, "fail", worst.figure, worst.limit, ", ".join(part for part in (worst.detail, where) if part))
+        rank = max(failed, key=lambda rank: _size(failed[rank].figure))
+        worst = failed[rank]
+        where = [f"rank {rank}"] if num_ranks > 1 else []
+        return replace(worst, detail=", ".join([worst.detail] * bool(worst.detail) + where))
     if len(rows) < num_ranks:
         return Row(name, "not run", detail="an earlier check ended the run")
-    applying = [row for row in rows if row.verdict == "pass"]
-    return max(applying, key=lambda row: _size(row.figure)) if applying else rows[0]
+    passed = [row for row in rows.values() if row.verdict == "pass"]
+    return max(passed, key=lambda row: _size(row.figure)) if passed else rows[0]
 
 
 def _size(figure: float | None) -> float:

@@ -77,15 +77,15 @@ def shrink(config: PreTrainedConfig, sizes: Sizes, *, num_stages: int = 1, dropo
     """
     given = {name: value for name, value in config.to_dict().items() if name not in _NOT_ARGUMENTS}
     changes = _Changes(config, given, sizes, num_stages, grouped)
-    given.update(changes.requested() if sizes.full else changes.tiny())
-    given.update(_dropouts(given, dropout, type(config).__name__))
+    changed: dict[str, Any] = changes.requested() if sizes.full else changes.tiny()
+    changed |= _dropouts(given, dropout, type(config).__name__)
     if sizes.tied is not None:
-        given["tie_word_embeddings"] = sizes.tied
+        changed["tie_word_embeddings"] = sizes.tied
     for name in getattr(config, "sub_configs", None) or {}:
         if isinstance(part := getattr(config, name, None), PreTrainedConfig):
-            given[name] = shrink(part, sizes, num_stages=num_stages, dropout=0.0, grouped=grouped).to_dict()
+            changed[name] = shrink(part, sizes, num_stages=num_stages, grouped=grouped).to_dict()
     try:
-        small = type(config)(**given)
+        small = type(config)(**{**given, **changed})
     except Exception as error:  # whatever the class's own checks raise
         raise PlanError(
             "the config's class does not take a small size",
@@ -93,6 +93,9 @@ def shrink(config: PreTrainedConfig, sizes: Sizes, *, num_stages: int = 1, dropo
             got=f"{type(error).__name__}: {error}",
             hint="pass a config of a small model and full_size=True (--full-size)",
         ) from error
+    for name, value in given.items():  # constructors derive settings from one another
+        if name not in changed and isinstance(value, (bool, str, float)) and getattr(small, name, value) != value:
+            setattr(small, name, value)
     if small.is_encoder_decoder and getattr(small, "decoder_start_token_id", None) is None:
         small.decoder_start_token_id = small.pad_token_id if small.pad_token_id is not None else 0
     return small

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oslo_engine.comm.p2p import PipelineLinks, TensorMeta
+from oslo_engine.comm.p2p import Outcome, PipelineLinks, TensorMeta
 from oslo_engine.errors import PipelineError
 
 CPU = torch.device("cpu")
@@ -110,18 +110,22 @@ def test_losses_reach_all_other_ranks_with_their_dtype(rank_pool) -> None:
     assert last == []
 
 
-def agree() -> list[dict[int, str]]:
+def agree() -> list[Outcome]:
     links, rank = link(), dist.get_rank()
     return [
-        links.agree(1, None),
-        links.agree(2, "rank 1 is tired" if rank == 1 else None),
-        links.agree(3, f"rank {rank} too"),
+        links.agree(1, rank, None),
+        links.agree(2, -7, "rank 1 is tired" if rank == 1 else None),
+        links.agree(3, 0, f"rank {rank} too"),
     ]
 
 
 def test_all_ranks_learn_of_the_problems_of_each(rank_pool) -> None:
     for outcomes in rank_pool(3).run(agree):
-        assert outcomes == [{}, {1: "rank 1 is tired"}, {rank: f"rank {rank} too" for rank in range(3)}]
+        assert outcomes == [
+            Outcome({}, (0, 1, 2)),
+            Outcome({1: "rank 1 is tired"}, (-7, -7, -7)),
+            Outcome({rank: f"rank {rank} too" for rank in range(3)}, (0, 0, 0)),
+        ]
 
 
 def send_to_a_slow_receiver() -> int:

@@ -316,6 +316,10 @@ def ask_for_one_loss(pipe: ToyPipeline) -> None:
     pipe(**BATCH).loss.backward()
 
 
+def ask_for_one_loss_by_key(pipe: ToyPipeline) -> None:
+    pipe(**BATCH)["loss"].backward()
+
+
 MISUSES: dict[Callable[[ToyPipeline], None], str] = {
     forget_a_backward: "micro-batch 1 was left without a backward",
     forget_the_last_backward: "micro-batch 3 was left without a backward",
@@ -335,6 +339,7 @@ MISUSES: dict[Callable[[ToyPipeline], None], str] = {
     too_few_micro_batches: "at least as many micro-batches as there are pipeline stages",
     rows_that_differ: "the tensors of a batch have different numbers of rows",
     ask_for_one_loss: "under pipeline parallelism a training forward returns micro-batches",
+    ask_for_one_loss_by_key: "under pipeline parallelism a training forward returns micro-batches",
 }
 
 
@@ -455,6 +460,39 @@ def test_rank_that_leaves_alone_fails_the_batch_on_all_and_the_next_is_right(
             assert "another rank of the pipeline stopped in the middle of this batch" in message
             assert f"pp rank {alone}" in message
             assert "left" in message
+
+
+def differ_in_the_batch(interface: str, lengths: tuple[int, int]) -> str:
+    """What a sampler does that shares data among all ranks instead of the data-parallel ones."""
+    pipe, whole = toy_pipeline("1f1b"), toy(2)
+    rank = dist.get_rank()
+    with pytest.raises((BatchError, ValueError, RuntimeError)) as caught:
+        getattr(pipe, interface)(batch_of(8, lengths[rank], seed=rank))
+    assert all(gradient is None for gradient in pipe.gradients().values())
+    assert_next_batch_is_right(pipe, whole)
+    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+
+
+@pytest.mark.parametrize("lengths", [(4, 4), (4, 5)], ids=str)
+@pytest.mark.parametrize("interface", ["train_step", "loop_step"])
+def test_different_batches_on_the_ranks_of_a_pipeline_are_noticed(rank_pool, interface: str, lengths: tuple[int, int]) -> None:
+    first, second = rank_pool(2).run(differ_in_the_batch, interface, lengths)
+    assert "the ranks of a pipeline were given different batches" in first
+    assert "get_data_parallel_rank" in first
+    assert "given different batches" in second
+
+
+def differ_in_the_number_of_micro_batches() -> str:
+    pipe = toy_pipeline("1f1b", timeout_s=2)
+    with pytest.raises(PipelineError) as caught:
+        pipe.loop_step(batch_of(8 if dist.get_rank() == 0 else 6, 4))
+    return str(caught.value)
+
+
+def test_different_numbers_of_micro_batches_are_noticed_at_the_first_message(rank_pool) -> None:
+    first, second = rank_pool(2).run(differ_in_the_number_of_micro_batches)
+    assert "not in the same batch" in second
+    assert "does not answer" in first
 
 
 def differ_in_the_number_of_batches() -> str:

@@ -174,8 +174,8 @@ def bytes_of_gradients(rows: int) -> int:
     return rows * 3 * (2 * HIDDEN * 8 + 8)
 
 
-# batch, stage, micro-batch, number of values; dtype, gradient, dimensions and shape of each; and the length before all of it
-HEADER_BYTES = 8 * (4 + 3 * 5 + (3 + 3 + 2 + 2 + 2) + 1)
+# The length; batch, micro-batches, stage, micro-batch, values; and of each dtype, gradient, dimensions and shape.
+HEADER_BYTES = 8 * (1 + 5 + 3 * 5 + (3 + 3 + 2 + 2 + 2))
 LOSS_BYTES = 8 * 5
 
 

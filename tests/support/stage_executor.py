@@ -1,7 +1,7 @@
 """Runs a model stage by stage in one process, to prove a data flow right.
 
-Everything a stage should not need is poisoned with NaN: parameters and buffers it is not said to read, the answers of dead modules,
-and block results that are not carried. If the last stage's output equals the unsplit model's, nothing was missing.
+Everything a stage should not need is poisoned with NaN: tensors it is not said to read, the answers of dead modules, and block
+results that are not carried. If the last stage's output equals the unsplit model's, nothing was missing.
 """
 
 from __future__ import annotations

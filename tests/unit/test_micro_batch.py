@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from oslo_engine.errors import BatchError
-from oslo_engine.pipeline.micro_batch import MicroBatch, loss_weights, split_batch, weigh_by_labels
+from oslo_engine.pipeline.micro_batch import MicroBatch, fingerprint, loss_weights, split_batch, weigh_by_labels
 
 
 def ids(rows: int, length: int = 3) -> Tensor:
@@ -187,3 +187,25 @@ def test_batch_whose_labels_are_all_ignored_is_refused() -> None:
         loss_weights(with_labels(0, 0), shift_labels=False)
     with pytest.raises(BatchError, match="after the first position"):
         loss_weights(with_labels(1, 1), shift_labels=True)
+
+
+# Fingerprints
+
+
+def test_fingerprint_tells_batches_apart() -> None:
+    batch = {"input_ids": ids(5), "mask": torch.ones(5, 3, dtype=torch.bool), "scale": torch.tensor(0.5), "use_cache": False}
+    same = fingerprint(split_batch(batch, 2))
+    assert same.dtype == torch.int64
+    assert torch.equal(same, fingerprint(split_batch(batch | {"input_ids": ids(5)}, 2)))
+    mask = torch.ones(5, 3, dtype=torch.bool)
+    mask[4, 2] = False
+    for change in ({"input_ids": ids(5) + 1}, {"mask": mask}, {"scale": torch.tensor(0.25)}):
+        assert not torch.equal(same, fingerprint(split_batch(batch | change, 2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.int32, torch.float64, torch.complex128])
+def test_fingerprint_takes_every_dtype_and_layout(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 4).to(dtype)
+    fingerprints = {int(fingerprint(split_batch({"x": t}, 3))) for t in (x, x.t().contiguous().t(), x.clone())}
+    assert len(fingerprints) == 1
+    assert int(fingerprint(split_batch({"x": torch.zeros(3, 0)}, 1))) == 0

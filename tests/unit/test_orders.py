@@ -16,7 +16,7 @@ from oslo_engine.pipeline.orders import (
     ActionKind,
     Orders,
     Schedule,
-    first_backward,
+    first_backwards,
     forward_orders,
     next_forward,
     num_stages,
@@ -169,8 +169,9 @@ def test_no_deadlock_even_if_sends_wait_for_their_receives(
 def test_first_backwards_come_in_the_order_of_the_micro_batches(schedule: Schedule, pp: int, num_micro_batches: int) -> None:
     """What the micro-batch loop relies on: nothing is left to run forward after the last one's first backward."""
     for actions in schedule_orders(schedule, pp, num_micro_batches).actions:
-        starts = [first_backward(actions, micro) for micro in range(num_micro_batches)]
+        starts = [first_backwards(actions)[micro] for micro in range(num_micro_batches)]
         assert starts == sorted(starts)
+        assert all(actions[at].micro == micro and actions[at].kind in BACKWARDS for micro, at in enumerate(starts))
         assert next_forward(actions, starts[-1]) == len(actions)
 
 

@@ -46,7 +46,7 @@ class Toy(nn.Module):
     def __init__(self, forward: Callable[..., Any], block: type[nn.Module] = Block) -> None:
         super().__init__()
         self.embed = nn.Embedding(10, 4)
-        self.layers = nn.ModuleList(block() for _ in range(3))
+        self.layers = nn.ModuleList(block() for _ in range(5))
         self.norm = nn.LayerNorm(4)
         self.compute = forward
 
@@ -57,7 +57,7 @@ class Toy(nn.Module):
 def toy(forward: Callable[..., Any], block: type[nn.Module] = Block) -> Recording:
     with torch.device("meta"):
         model = Toy(forward, block)
-    return record(model, ["layers.0", "layers.1", "layers.2"], {"ids": torch.tensor([[1, 2, 3], [4, 5, 6]])})
+    return record(model, [f"layers.{layer}" for layer in range(5)], {"ids": torch.tensor([[1, 2, 3], [4, 5, 6]])})
 
 
 def output_depends_on(recording: Recording) -> set[int]:
@@ -225,6 +225,28 @@ def test_what_a_block_puts_into_a_dict_argument_is_its_result() -> None:
     ]
 
 
+class Collects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, collected: list[Tensor]) -> Tensor:
+        collected.append(self.inner(x))
+        return x * 2
+
+
+def test_equal_blocks_that_fill_a_list_are_all_run() -> None:
+    def forward(model: Toy, ids: Tensor) -> Tensor:
+        x, collected = model.embed(ids), []
+        for layer in model.layers:
+            x = layer(x, collected)
+        return sum(collected)
+
+    recording = toy(forward, Collects)
+    assert [[entry.key for entry in call.written] for call in recording.calls] == [[0], [1], [2], [3], [4]]
+    assert output_depends_on(recording) == {0, 1, 2, 3, 4}
+
+
 class Doubles(Block):
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) * 2
@@ -281,7 +303,7 @@ def test_parameters_that_a_block_borrows_from_outside_are_named() -> None:
 
     recording = toy(forward, Borrows)
     Borrows.lender = []
-    assert [call.outside_reads for call in recording.calls] == [("norm.bias", "norm.weight")] * 3
+    assert [call.outside_reads for call in recording.calls] == [("norm.bias", "norm.weight")] * 5
     assert all(call.outside_reads == () for call in recorded("llama").calls)
 
 

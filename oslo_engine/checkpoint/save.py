@@ -1,0 +1,254 @@
+"""Saving a parallelized model, split or merged. Every rank calls these functions; an error on one of them is raised on all."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+
+from oslo_engine.checkpoint.agree import together
+from oslo_engine.checkpoint.atomic import begin, commit, staging_folder, sync
+from oslo_engine.checkpoint.layout import Layout, Serialization, TensorLayout, layout_of
+from oslo_engine.checkpoint.merge import write_merged
+from oslo_engine.checkpoint.names import as_transformers_class, recipes_for_saving
+from oslo_engine.checkpoint.place import find
+from oslo_engine.checkpoint.safetensors_io import FileRecord, TensorSpec, record_of, write_order, write_safetensors
+from oslo_engine.checkpoint.skeleton import transformers_class
+from oslo_engine.checkpoint.split import SplitSource
+from oslo_engine.errors import CheckpointError, UnsupportedError
+from oslo_engine.rewrite.state import ParallelState, parallel_state
+
+WHAT = "saving the model"
+PARTS = "parts"  # where a merged save keeps the ranks' files until they are put together
+
+SaveFunction = Callable[[dict[str, Tensor], str], Any]
+
+
+def save_split(
+    model: PreTrainedModel,
+    directory: str | Path,
+    *,
+    save_function: SaveFunction | None = None,
+    safe_serialization: bool | None = None,
+    save_config: bool = True,
+) -> None:
+    """Write one file per tp and pp rank, ``config.json``, and ``layout.json`` that says what stands where.
+
+    A checkpoint that is there is replaced in one step at the end; other files in the folder stay.
+
+    Args:
+        save_function: ``torch.save``, or something that is called like it; the files are then ``pytorch_model_tp=?_pp=?.bin``.
+        safe_serialization: False is short for ``save_function=torch.save``; True insists on safetensors.
+        save_config: whether to write ``config.json`` and ``generation_config.json``.
+
+    Raises:
+        CheckpointError: some rank cannot write, or the model does not hold what its plan says.
+        UnsupportedError: the settings contradict each other, or the model has parameters that its plan does not know.
+
+    Communication: a few all-gathers of small objects over all ranks.
+    """
+    if save_function is not None and safe_serialization:
+        raise UnsupportedError(
+            "save_function writes .bin files", where="safe_serialization=True", hint="leave out one of the two settings"
+        )
+    if safe_serialization is False and save_function is None:
+        save_function = torch.save
+    target, state = Path(directory), parallel_state(model)
+    together(lambda: begin(target) if _leads(state) else None, what=WHAT)
+    staging = staging_folder(target)
+    layout = _write_parts(model, state, staging, save_function)
+    together(lambda: _finish(model, layout, staging, target, save_config) if _leads(state) else None, what=WHAT)
+
+
+def save_merged(
+    model: PreTrainedModel, directory: str | Path, *, max_shard_size: int | str = "50GB", save_config: bool = True
+) -> None:
+    """Write what ``save_pretrained`` of the unsplit model writes; it needs no oslo_engine to be loaded.
+
+    The ranks write their parts into the hidden folder, and rank 0 puts them together, holding about one tensor at a time.
+
+    Args: as of ``save_pretrained`` and ``save_split``. Raises and Communication: as ``save_split``.
+    """
+    target, state = Path(directory), parallel_state(model)
+    staging = staging_folder(target)
+
+    def prepare() -> None:
+        begin(target)
+        (staging / PARTS).mkdir()
+
+    def put_together() -> None:
+        layout.write(staging / PARTS)
+        write_merged(SplitSource(staging / PARTS), staging, max_shard_size=max_shard_size, skeleton=model)
+        shutil.rmtree(staging / PARTS)
+        _finish(model, None, staging, target, save_config)
+
+    together(lambda: prepare() if _leads(state) else None, what=WHAT)
+    layout = _write_parts(model, state, staging / PARTS, None)
+    together(lambda: put_together() if _leads(state) else None, what=WHAT)
+
+
+def _leads(state: ParallelState) -> bool:
+    return (state.mesh.at.pp_rank, state.mesh.at.dp_rank, state.mesh.at.tp_rank) == (0, 0, 0)
+
+
+def _finish(model: PreTrainedModel, layout: Layout | None, staging: Path, target: Path, save_config: bool) -> None:
+    if save_config:
+        _write_config(model, staging)
+    if layout is not None:
+        layout.write(staging)
+    commit(staging, target)
+
+
+# -- the files of the ranks
+
+
+def _write_parts(model: PreTrainedModel, state: ParallelState, folder: Path, save_function: SaveFunction | None) -> Layout:
+    """Write this rank's file. Returns the layout of all, which only the leading rank's is complete in what a merge needs."""
+    dtypes = _agree_on_dtypes(together(lambda: _dtypes_here(model, state), what=WHAT))
+    serialization: Serialization = "safetensors" if save_function is None else "torch"
+    layout = layout_of(state.plan, dtypes, serialization)
+    written = together(lambda: _write_part(model, state, layout, folder, save_function), what=WHAT)
+    files = {name: record for part in written if part is not None for name, record in [part]}
+    layout = dataclasses.replace(layout, files={name: files[name] for name in layout.file_names()})
+    return _with_merged_names(layout, model) if _leads(state) else layout
+
+
+def _write_part(
+    model: PreTrainedModel, state: ParallelState, layout: Layout, folder: Path, save_function: SaveFunction | None
+) -> tuple[str, FileRecord] | None:
+    at = state.mesh.at
+    name = layout.file_name(at.tp_rank, at.pp_rank)
+    specs = {tensor.name: tensor.local_spec(at.tp_rank) for tensor in layout.stored_in(at.tp_rank, at.pp_rank)}
+    to_come = write_order(specs)
+
+    def read(tensor_name: str) -> Tensor:
+        to_come.remove(tensor_name)
+        value, spec = _local(find(model, state.plan.tensor(tensor_name))), specs[tensor_name]
+        if tuple(value.shape) != spec.shape or value.is_meta:
+            raise CheckpointError(
+                "a tensor of the model is not what its plan says",
+                where=tensor_name,
+                expected=str(spec),
+                got=f"{value.device} {tuple(value.shape)}",
+                hint="parameters that an optimizer has divided (ZeRO 3) must be gathered first",
+            )
+        return value
+
+    try:
+        return _write_file(folder / name, specs, read, save_function) if at.dp_rank == 0 else None
+    finally:  # the other data-parallel ranks, and this one where it failed, take part in gathering what FSDP has divided
+        for tensor_name in to_come:
+            _local(find(model, state.plan.tensor(tensor_name)))
+
+
+def _write_file(
+    path: Path, specs: dict[str, TensorSpec], read: Callable[[str], Tensor], save_function: SaveFunction | None
+) -> tuple[str, FileRecord]:
+    if save_function is None:
+        return path.name, write_safetensors(path, specs, read)
+    save_function({name: _alone(read(name).cpu()) for name in write_order(specs)}, str(path))
+    sync(path)
+    return path.name, record_of(path)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's tensor, gathered where FSDP has divided it over the data-parallel ranks."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A copy, if it is a view: ``torch.save`` writes the whole memory behind a tensor."""
+    own = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.dtype.itemsize
+    return tensor if own else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _dtypes_here(model: PreTrainedModel, state: ParallelState) -> dict[str, torch.dtype]:
+    known = {alias for tensor in state.plan.tensors for alias in tensor.aliases}
+    for name, parameter in model.named_parameters():
+        if name not in known:
+            raise UnsupportedError(
+                "the model has a parameter that was added after it was parallelized",
+                where=name,
+                got=f"{type(parameter).__name__} {tuple(parameter.shape)}",
+                hint="add parameters before parallelize, or save them apart",
+            )
+    return {tensor.name: find(model, tensor).dtype for tensor in state.held() if tensor.persistent}
+
+
+def _agree_on_dtypes(of_ranks: list[dict[str, torch.dtype]]) -> dict[str, torch.dtype]:
+    dtypes: dict[str, torch.dtype] = {}
+    for of_rank in of_ranks:
+        for name, dtype in of_rank.items():
+            if dtypes.setdefault(name, dtype) != dtype:
+                raise CheckpointError(
+                    "a parameter has different types on different ranks", where=name, expected=dtypes[name], got=dtype
+                )
+    return dtypes
+
+
+# -- names in a merged checkpoint
+
+
+def _with_merged_names(layout: Layout, model: PreTrainedModel) -> Layout:
+    tied = [re.compile(pattern) for pattern in _tied_patterns(model)]
+    ignored = set(model._keys_to_ignore_on_save or ())
+    kept = {name: tensor for tensor in layout.tensors if (name := _kept_name(tensor, tied, ignored)) is not None}
+    recipes = recipes_for_saving({name: tensor.spec for name, tensor in kept.items()}, model)
+    merged = {recipe.input_names()[0]: recipe.first_name for recipe in recipes if recipe.converter is None}
+    name_of = {tensor.name: name for name, tensor in kept.items()}
+
+    def with_name(tensor: TensorLayout) -> TensorLayout:
+        name = name_of.get(tensor.name)
+        return dataclasses.replace(
+            tensor, merged_name=None if name is None else merged.get(name), converted=name is not None and name not in merged
+        )
+
+    return dataclasses.replace(layout, tensors=tuple(map(with_name, layout.tensors)))
+
+
+def _tied_patterns(model: PreTrainedModel) -> Iterator[str]:
+    for path, module in model.named_modules():
+        for pattern in getattr(module, "_tied_weights_keys", None) or ():
+            yield f"{path}.{pattern}" if path else pattern
+
+
+def _kept_name(tensor: TensorLayout, tied: list[re.Pattern[str]], ignored: set[str]) -> str | None:
+    """The one of its names under which ``save_pretrained`` writes a tensor: not those that are declared as tied to another."""
+    names = sorted(alias for alias in tensor.aliases if alias not in ignored)
+    dropped = [name for name in names if any(pattern.search(name) for pattern in tied)]
+    if len(dropped) == len(names):
+        dropped = dropped[:-1]
+    left = [name for name in names if name not in dropped]
+    if len(left) > 1:
+        raise CheckpointError(
+            "parameters are tied that the model class does not declare as tied",
+            where=", ".join(left),
+            expected="an entry in _tied_weights_keys of the model class",
+        )
+    return left[0] if left else None
+
+
+# -- the config
+
+
+def _write_config(model: PreTrainedModel, folder: Path) -> None:
+    cls = transformers_class(type(model))
+    config = copy.deepcopy(model.config)
+    config.architectures = [cls.__name__]
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    if cls.is_remote_code():
+        with as_transformers_class(model):
+            custom_object_save(model, folder, config=cast(Any, config))
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)

@@ -1,0 +1,119 @@
+"""``verify``: prove that a model, split in some way, computes what it computes unsplit."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oslo_engine.verify.launch import Outcome, run_ranks, warm_up
+from oslo_engine.verify.report import Report, Row, merge_rows
+from oslo_engine.verify.task import Task
+
+if TYPE_CHECKING:
+    from oslo_engine.policy.schema import Policy
+    from oslo_engine.verify.settings import DType, Settings, Sizes
+
+__all__ = ["verify"]
+
+
+def verify(
+    model: Any,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    schedule: str = "1f1b",
+    micro_batch_size: int = 2,
+    sequence_parallel: bool = False,
+    policy: Policy | str | Path | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    vocab: int | None = None,
+    layers: int | None = None,
+    tied: bool | None = None,
+    full_size: bool = False,
+    dtype: DType = "float32",
+    dropout: float = 0.0,
+    gradient_checkpointing: bool = False,
+    seed: int = 0,
+    timeout_s: float = 300,
+) -> Report:
+    """Split a model over ``tp * pp`` processes on this machine and compare it with the unsplit model, number by number.
+
+    The architecture is the model's, its sizes are tiny and its weights random, unless told otherwise. docs/verify.md says what is
+    compared and how to read the result.
+
+    Args:
+        model: a model type of Transformers, a folder or hub name with a config, a config, or a model (whose weights are not used).
+        tp, pp, schedule, micro_batch_size, sequence_parallel, policy: as in ``parallelize``.
+        heads, kv_heads, vocab, layers: sizes; layers of each stack.
+        tied: whether the embedding and the head are one parameter; by default as in the config.
+        full_size: keep the config's sizes, for what these do not say. Every rank holds the whole model twice.
+        dtype: of weights and activations.
+        dropout: probability; above 0 the checks are those of the masks.
+        gradient_checkpointing: recompute activations in the split model.
+        seed: of weights, batches and masks.
+        timeout_s: after which the ranks are ended.
+
+    Returns:
+        The report; ``report.ok`` is the verdict. A check that fails is no exception.
+
+    Raises:
+        OsloError: the arguments are wrong, or the model cannot be split this way.
+
+    Communication: among the ranks that it starts. Torch's process group of this process, if it has one, is not touched.
+    """
+    started = time.monotonic()
+    warm_up()
+    # Imported now, while another process imports what the ranks need.
+    from oslo_engine.policy.registry import find_policy
+    from oslo_engine.verify.settings import Settings, Sizes
+    from oslo_engine.verify.shrink import shrink
+    from oslo_engine.verify.subject import Subject, find_subject
+
+    sizes = Sizes(heads=heads, kv_heads=kv_heads, vocab=vocab, layers=layers, tied=tied, full=full_size)
+    subject = find_subject(model)
+    settings = Settings(
+        tp=tp,
+        pp=pp,
+        schedule=schedule,
+        micro_batch_size=micro_batch_size,
+        sequence_parallel=sequence_parallel,
+        policy=None if tp * pp == 1 and policy is None else find_policy(policy, subject.config.model_type),
+        dtype=dtype,
+        dropout=dropout,
+        gradient_checkpointing=gradient_checkpointing,
+        seed=seed,
+    )
+    config = shrink(subject.config, sizes, num_stages=settings.num_stages, dropout=dropout, grouped=subject.by_name)
+    small = Subject(subject.module, subject.name, config, subject.by_name)
+    outcome = run_ranks(lambda folder: Task(small, settings, tied, folder, timeout_s), settings.num_ranks, timeout_s)
+    if outcome.refused is not None:
+        raise outcome.refused
+    return Report(
+        model=f"{subject.name} ({config.model_type})",
+        settings=_asked_for(settings, sizes),
+        rows=_rows(outcome, settings.num_ranks),
+        seconds=time.monotonic() - started,
+        errors=outcome.errors,
+    )
+
+
+def _rows(outcome: Outcome, num_ranks: int) -> tuple[Row, ...]:
+    if not outcome.names:
+        return (Row("splitting the model", "fail", detail="see below"),)
+    return tuple(merge_rows(name, outcome.rows.get(name, {}), num_ranks) for name in outcome.names)
+
+
+def _asked_for(settings: Settings, sizes: Sizes) -> dict[str, Any]:
+    """tp and pp, and what is not the default."""
+    asked: dict[str, Any] = {"tp": settings.tp, "pp": settings.pp}
+    for part in (settings, sizes):
+        for field in fields(part):
+            value = getattr(part, field.name)
+            if field.name not in asked and field.name != "policy" and value != field.default:
+                asked[field.name] = value
+    if settings.policy is not None:
+        asked["policy"] = settings.policy.name
+    return asked

@@ -1,0 +1,49 @@
+"""Are all parameters where they belong, and does a forward give the same numbers?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from oslo_engine.verify.checks.check import Check
+from oslo_engine.verify.compare import bits_that_differ, relative_error
+from oslo_engine.verify.report import Row, judge
+from oslo_engine.verify.trial import Trial, gather_objects
+
+_PLACED = "parameters in place"
+_LOGITS, _LOSS = "logits, evaluation", "loss, evaluation"
+
+
+def placement_check(trial: Trial) -> Check:
+    return Check((_PLACED,), _place)
+
+
+def evaluation_check(trial: Trial) -> Check:
+    return Check((_LOGITS, _LOSS), _evaluate)
+
+
+def _place(trial: Trial) -> Iterator[Row]:
+    """Every rank holds the entries that the plan says, and together the ranks hold every parameter."""
+    whole = dict(trial.reference.named_parameters())
+    wrong = [
+        name for name, parameter, tensor in trial.parameters(trial.model) if bits_that_differ(parameter, trial.slice_of(whole[name], tensor))
+    ]
+    held = {name for names in gather_objects([name for name, _, _ in trial.parameters(trial.model)]) for name in names}
+    missing = [name for name in whole if name not in held]
+    detail = [f"{name} is wrong" for name in wrong[:1]] + [f"{name} is on no rank" for name in missing[:1]]
+    yield judge(_PLACED, len(wrong) + len(missing), 0, ", ".join(detail))
+
+
+def _evaluate(trial: Trial) -> Iterator[Row]:
+    batch = trial.batch(trial.shapes[0])
+    trial.reference.eval()
+    trial.model.eval()
+    with torch.no_grad():
+        wanted, got = trial.reference(**batch), trial.model(**batch)
+    ours, theirs = got.logits, wanted.logits
+    if not trial.config.is_encoder_decoder and ours.shape == theirs.shape:
+        real = batch["attention_mask"].bool()  # what stands at padded positions means nothing
+        ours, theirs = ours[real], theirs[real]
+    yield judge(_LOGITS, relative_error(ours, theirs), trial.limits.logits)
+    yield judge(_LOSS, relative_error(got.loss, wanted.loss), trial.limits_for(wanted.loss).loss)

@@ -1,0 +1,156 @@
+"""Loss, every gradient, the gradient norm, and the weights after some steps, in each of the ways to train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oslo_engine.layers.vocab_shard import gather_logits
+from oslo_engine.rewrite.gradients import clip_grad_norm_, gradient_norm
+from oslo_engine.verify.checks.check import Check
+from oslo_engine.verify.compare import ADAM_EPS, Error, Limits, gradient_errors, relative_error, size_of
+from oslo_engine.verify.report import Row, judge, not_applicable
+from oslo_engine.verify.trial import Batch, Trial
+
+_NORM, _UPDATES = "gradient norm", "weights after 3 AdamW steps"
+_LEARNING_RATE = 1e-2
+_DROPOUT = "the unsplit model draws other dropout masks"
+
+
+# How to run a batch forward and backward: (loss, what the model returned for each part of it).
+_Way = Callable[[Any, Batch], tuple[Tensor, list[Any]]]
+
+
+def one_backward(model: Any, batch: Batch) -> tuple[Tensor, list[Any]]:
+    outputs = model(**batch)
+    outputs.loss.backward()
+    return outputs.loss.detach(), [outputs]
+
+
+def micro_batch_loop(model: Any, batch: Batch) -> tuple[Tensor, list[Any]]:
+    losses, outputs = [], []
+    for micro in model(**batch):
+        micro.loss.backward()
+        losses.append(micro.loss.detach())
+        outputs.append(micro.outputs)
+    return torch.stack(losses).sum(), outputs
+
+
+def one_call(model: Any, batch: Batch) -> tuple[Tensor, list[Any]]:
+    return model.train_step(batch), []
+
+
+def way_to_train(trial: Trial) -> _Way:
+    return one_backward if trial.settings.pp == 1 else micro_batch_loop
+
+
+def training_check(trial: Trial) -> Check:
+    plain = "one backward" if trial.settings.pp == 1 else "micro-batch loop"
+    labels = (plain, "train_step", "other shape, accumulated")
+    rows = ["logits, training", *(f"{what}, {label}" for label in labels for what in ("loss", "gradients")), _NORM]
+    return Check(tuple(rows), lambda trial: _train(trial, labels), _DROPOUT if trial.settings.dropout else None)
+
+
+def optimizer_check(trial: Trial) -> Check:
+    why_not = None
+    if trial.settings.dropout:
+        why_not = _DROPOUT
+    elif trial.limits.updates is None:
+        why_not = "16-bit weights round most of an update away"
+    return Check((_UPDATES,), _optimize, why_not)
+
+
+def _train(trial: Trial, labels: tuple[str, ...]) -> Iterator[Row]:
+    """Three batches of different shapes; the third one's gradients are added to the second one's."""
+    plain, norm_error = way_to_train(trial), 0.0
+    trial.reference.train()
+    trial.model.train()
+    for number, (label, way, shape) in enumerate(zip(labels, (plain, one_call, plain), trial.shapes, strict=True)):
+        batch = trial.batch(shape, number)
+        if number < 2:
+            trial.reference.zero_grad()
+            trial.model.zero_grad()
+        wanted, whole = one_backward(trial.reference, batch)
+        got, parts = way(trial.model, batch)
+        if number == 0:
+            yield _training_logits(trial, batch, parts, whole[0].logits)
+        limits = trial.limits_for(wanted)
+        yield judge(f"loss, {label}", relative_error(got, wanted), limits.loss)
+        worst = _gradient_error(trial, limits)
+        yield judge(f"gradients, {label}", worst.value, limits.gradients, worst.name)
+        norm_error = max(norm_error, relative_error(gradient_norm(trial.model), _norm(trial.reference)))
+    yield judge(_NORM, norm_error, limits.norm)
+
+
+def _training_logits(trial: Trial, batch: Batch, parts: list[Any], wanted: Tensor) -> Row:
+    """What ``gather_logits`` makes of the slices; in a pipeline only the last stage's rank has them."""
+    if not parts or parts[0] is None:
+        return not_applicable("logits, training", "this stage has none")
+    got = torch.cat([gather_logits(part).logits.detach() for part in parts])
+    if not trial.config.is_encoder_decoder and got.shape == wanted.shape:
+        real = batch["attention_mask"].bool()
+        got, wanted = got[real], wanted[real]
+    return judge("logits, training", relative_error(got, wanted), trial.limits.logits)
+
+
+def _gradient_error(trial: Trial, limits: Limits) -> Error:
+    whole = {name: parameter.grad for name, parameter in trial.reference.named_parameters()}
+    return gradient_errors(
+        (
+            (name, parameter.grad, None if (grad := whole[name]) is None else trial.slice_of(grad, tensor))
+            for name, parameter, tensor in trial.parameters(trial.model)
+        ),
+        max(size_of(grad, limits) for grad in whole.values() if grad is not None),
+        limits,
+    )
+
+
+def _norm(model: nn.Module) -> Tensor:
+    return torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+
+
+def _optimize(trial: Trial) -> Iterator[Row]:
+    """AdamW with clipping to half of the first batch's norm; the weights are put back afterwards."""
+    models: tuple[Any, Any] = (trial.reference, trial.model)
+    before = [_copy_of(model) for model in models]
+    batches = [trial.batch(shape, 10 + number) for number, shape in enumerate(trial.shapes)]
+    trial.reference.zero_grad()
+    one_backward(trial.reference, batches[0])
+    max_norm = float(_norm(trial.reference)) / 2
+    largest = max(float(parameter.grad.abs().max()) for parameter in trial.reference.parameters() if parameter.grad is not None) / 2
+    optimizers = [
+        torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, eps=ADAM_EPS * largest, weight_decay=0.1) for model in models
+    ]
+    for number, batch in enumerate(batches):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        one_backward(trial.reference, batch)
+        (one_call if number == 1 else way_to_train(trial))(trial.model, batch)
+        torch.nn.utils.clip_grad_norm_(trial.reference.parameters(), max_norm)
+        clip_grad_norm_(trial.model, max_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+    worst = _update_error(trial, *before)
+    for model, weights in zip(models, before, strict=True):
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(weights[name])
+    assert trial.limits.updates is not None
+    yield judge(_UPDATES, worst.value, trial.limits.updates, worst.name)
+
+
+def _update_error(trial: Trial, whole_before: dict[str, Tensor], before: dict[str, Tensor]) -> Error:
+    """Relative to the largest update of all, which is the same for every parameter where gradients are not small."""
+    updates = {name: parameter.detach() - whole_before[name] for name, parameter in trial.reference.named_parameters()}
+    largest = max(float(update.abs().max()) for update in updates.values())
+    worst = Error(0.0)
+    for name, parameter, tensor in trial.parameters(trial.model):
+        error = relative_error(parameter.detach() - before[name], trial.slice_of(updates[name], tensor), largest)
+        worst = max(worst, Error(error, name), key=lambda each: each.value)
+    return worst
+
+
+def _copy_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

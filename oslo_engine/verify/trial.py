@@ -1,0 +1,153 @@
+"""On a rank: the unsplit model and its split copy, and what the checks need to compare them."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from oslo_engine.api import parallelize
+from oslo_engine.errors import PlanError, UnsupportedError
+from oslo_engine.plan.plan import TensorPlan
+from oslo_engine.rewrite.state import ParallelState, parallel_state
+from oslo_engine.verify.batches import Shape, make_batch, pad_token, training_shapes
+from oslo_engine.verify.compare import LIMITS, Limits
+from oslo_engine.verify.fill import fill
+from oslo_engine.verify.settings import Settings
+from oslo_engine.verify.subject import Subject
+
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class Trial:
+    """reference: the unsplit model. model: the split one, of the same weights. folder: empty, shared by all ranks."""
+
+    subject: Subject
+    settings: Settings
+    folder: Path
+    reference: PreTrainedModel
+    model: Any
+
+    @property
+    def config(self) -> Any:
+        return self.reference.config
+
+    @property
+    def state(self) -> ParallelState:
+        return parallel_state(self.model)
+
+    @property
+    def limits(self) -> Limits:
+        return LIMITS[self.settings.dtype]
+
+    def limits_for(self, loss: Tensor) -> Limits:
+        """Many models compute their loss in float32 at most: then it, and the gradients, are as accurate as that."""
+        return LIMITS["float32"] if self.settings.dtype == "float64" and loss.dtype == torch.float32 else self.limits
+
+    @property
+    def shapes(self) -> tuple[Shape, Shape, Shape]:
+        settings = self.settings
+        multiple = settings.tp if settings.sequence_parallel else 1
+        return training_shapes(pp=settings.pp, micro_batch_size=settings.micro_batch_size, multiple=multiple)
+
+    def batch(self, shape: Shape, number: int = 0) -> Batch:
+        seed = self.settings.seed * 1000 + number
+        return make_batch(self.config, shape, micro_batch_size=self.settings.micro_batch_size, seed=seed)
+
+    def split_again(self, **changes: Any) -> Any:
+        """Another split copy of the unsplit model. Collective."""
+        return split(self.reference, self.settings, **changes)
+
+    def parameters(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorPlan]]:
+        """(first name, this rank's slice, its plan) of every parameter that lives here."""
+        plan = parallel_state(model).plan
+        for name, parameter in model.named_parameters():
+            tensor = plan.tensor(name)
+            yield tensor.name, parameter, tensor
+
+    def slice_of(self, whole: Tensor, tensor: TensorPlan, model: nn.Module | None = None) -> Tensor:
+        """What this rank should hold of a whole tensor (a weight, or its gradient)."""
+        tp_rank = parallel_state(self.model if model is None else model).mesh.at.tp_rank
+        return whole.detach() if tensor.shard is None else tensor.shard.apply(whole.detach(), tp_rank)
+
+
+def build_trial(subject: Subject, settings: Settings, tied: bool | None, folder: Path) -> Trial:
+    """Build the unsplit model, fill it and split a copy. Collective.
+
+    Raises:
+        OsloError: the model cannot be split this way.
+    """
+    cls = subject.load_class()
+    # Eager attention calls dropout where it can be seen; fused kernels draw their masks inside.
+    attention = {"attn_implementation": "eager"} if settings.dropout else {}
+    reference = cls._from_config(subject.config, dtype=getattr(torch, settings.dtype), **attention)
+    fill(reference, settings.seed)
+    _check_ties(reference, tied)
+    if reference.can_generate():
+        reference.generation_config = _generation_config(reference.config)
+    if settings.gradient_checkpointing and not reference.supports_gradient_checkpointing:
+        raise UnsupportedError("this class knows no gradient checkpointing", where=cls.__name__)
+    return Trial(subject, settings, folder, reference, split(reference, settings))
+
+
+def split(reference: PreTrainedModel, settings: Settings, *, gradient_checkpointing: bool | None = None) -> Any:
+    """A split copy of a model. Collective."""
+    model = parallelize(
+        copy.deepcopy(reference),
+        tp=settings.tp,
+        pp=settings.pp,
+        policy=settings.policy,
+        schedule=settings.schedule,
+        micro_batch_size=settings.micro_batch_size,
+        sequence_parallel=settings.sequence_parallel,
+        seed=settings.seed,
+    )
+    if settings.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """The values of all ranks (of a group), in order; for one process its own."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def seed_everything(seed: int) -> None:
+    """Different on each rank, as in a careless training script: nothing may depend on it."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(seed + 1 + rank)
+    random.seed(seed + 1 + rank)
+
+
+def _check_ties(reference: PreTrainedModel, tied: bool | None) -> None:
+    embedding, head = reference.get_input_embeddings(), reference.get_output_embeddings()
+    if tied is not None and (embedding.weight is head.weight) != tied:
+        raise PlanError(
+            f"this class does not {'tie' if tied else 'untie'} its embedding and its head",
+            where=type(reference).__name__,
+            expected=f"tie_word_embeddings={tied} to be obeyed",
+            got="tied" if not tied else "not tied",
+        )
+
+
+def _generation_config(config: Any) -> GenerationConfig:
+    """Nothing ends a text but what a check asks for."""
+    return GenerationConfig(
+        pad_token_id=pad_token(config),
+        bos_token_id=getattr(config, "bos_token_id", None),
+        decoder_start_token_id=getattr(config, "decoder_start_token_id", None),
+        do_sample=False,
+    )
