@@ -28,7 +28,7 @@ import oslo_engine as oslo
 SEED = 0
 ROWS, LENGTH = 16, 128  # of a batch
 MICRO_BATCH = 4
-LEARNING_RATE = 3e-3
+LEARNING_RATE, WARMUP = 1e-3, 10
 PROMPT = "def __init__(self"
 
 
@@ -55,7 +55,7 @@ def train_split(output: Path, steps: int) -> None:
 
     torch.manual_seed(SEED)
     model = oslo.parallelize(GPT2LMHeadModel(config_for(output)), tp=2, pp=2, micro_batch_size=MICRO_BATCH)
-    optimizer = torch.optim.AdamW(model.gpu_parameters(), lr=LEARNING_RATE)
+    optimizer, schedule = optimizer_for(model.gpu_parameters())
     losses = []
     model.train()
     with progress_bar(disable=not first) as bar:
@@ -68,6 +68,7 @@ def train_split(output: Path, steps: int) -> None:
                 loss += micro.loss.item()
             oslo.clip_grad_norm_(model, 1.0)
             optimizer.step()
+            schedule.step()
             losses.append(loss)
             bar.update(task, advance=1, loss=loss)
 
@@ -82,7 +83,7 @@ def train_split(output: Path, steps: int) -> None:
 def train_unsplit(output: Path, steps: int) -> None:
     torch.manual_seed(SEED)
     model = GPT2LMHeadModel(config_for(output))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer, schedule = optimizer_for(model.parameters())
     losses = []
     model.train()
     for batch in batches(output, steps):
@@ -91,6 +92,7 @@ def train_unsplit(output: Path, steps: int) -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
         losses.append(loss.item())
     (output / "one-process.json").write_text(json.dumps(losses))
 
@@ -115,6 +117,11 @@ def config_for(output: Path) -> GPT2Config:
         vocab_size=vocabulary, n_positions=LENGTH, n_embd=192, n_layer=4, n_head=6, bos_token_id=0, eos_token_id=0,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
+
+
+def optimizer_for(parameters):
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+    return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARMUP, total_iters=WARMUP)
 
 
 def batches(output: Path, steps: int):

@@ -78,7 +78,7 @@ def begin(target: Path) -> Path:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir()
     except OSError as error:
-        raise CheckpointError("cannot write there", where=str(staging), got=error.strerror) from None
+        raise CheckpointError("cannot write there", where=str(target), got=error.strerror) from None
     return staging
 
 

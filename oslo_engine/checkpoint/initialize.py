@@ -75,8 +75,8 @@ def initialize_missing(
 ) -> None:
     """Initialise the tensors that a checkpoint lacks, as ``from_pretrained`` of the unsplit model would.
 
-    It draws from the present random state, which must be the same on every rank; so must be the names: all that are missing, not
-    only this rank's.
+    It draws from the present random state, which must be the same on every rank; so must be the names: all that are missing,
+    not only this rank's.
 
     Args:
         missing: first names of tensors of the plan (``LoadReport.uninitialized``).
@@ -125,7 +125,7 @@ def _take(
 def _tensors_by_registration(
     cls: type[PreTrainedModel], config: PretrainedConfig, plan: Plan, dtype: torch.dtype | None
 ) -> list[TensorPlan | None]:
-    """For each parameter, in the order in which modules register them, the tensor that it is in the end; None: it is replaced."""
+    """For each parameter, in the order in which modules register them, the tensor that it is in the end; None if replaced."""
     registered: list[nn.Parameter] = []
 
     def record(parameter: nn.Parameter) -> nn.Parameter:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from oslo_engine.checkpoint.names import Recipe, recipes_for_loading
 from oslo_engine.checkpoint.place import find, place, slice_of
-from oslo_engine.checkpoint.source import TensorSource
+from oslo_engine.checkpoint.tensors import TensorSource
 from oslo_engine.errors import CheckpointError, UnsupportedError
 from oslo_engine.plan.plan import Plan, TensorPlan
 from oslo_engine.topology import Coordinate

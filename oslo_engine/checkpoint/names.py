@@ -1,8 +1,8 @@
 """From the names in a checkpoint to those of the model, as Transformers' ``from_pretrained`` finds them.
 
 Base-model prefixes are added or removed; what Transformers registers for the model type is renamed (``LayerNorm.gamma``) or
-converted (a list of experts to one weight). The registry and the operations are Transformers' own; here they are applied tensor by
-tensor.
+converted (a list of experts to one weight). The registry and the operations are Transformers' own; here they are applied tensor
+by tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, Weigh
 
 from oslo_engine.checkpoint.safetensors_io import TensorSpec
 from oslo_engine.checkpoint.skeleton import META, transformers_class
-from oslo_engine.checkpoint.source import TensorSource
+from oslo_engine.checkpoint.tensors import TensorSource
 from oslo_engine.errors import CheckpointError
 
 

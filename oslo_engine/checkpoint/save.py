@@ -120,7 +120,7 @@ def _write_parts(model: PreTrainedModel, state: ParallelState, folder: Path, sav
     written = together(lambda: _write_part(model, state, layout, folder, save_function), what=WHAT)
     files = {name: record for part in written if part is not None for name, record in [part]}
     layout = dataclasses.replace(layout, files={name: files[name] for name in layout.file_names()})
-    return _with_merged_names(layout, model) if _leads(state) else layout
+    return with_merged_names(layout, model) if _leads(state) else layout
 
 
 def _write_part(
@@ -199,7 +199,8 @@ def _agree_on_dtypes(of_ranks: list[dict[str, torch.dtype]]) -> dict[str, torch.
 # -- names in a merged checkpoint
 
 
-def _with_merged_names(layout: Layout, model: PreTrainedModel) -> Layout:
+def with_merged_names(layout: Layout, model: PreTrainedModel) -> Layout:
+    """Say for every tensor under which name ``save_pretrained`` would write it, or that it would convert it."""
     tied = [re.compile(pattern) for pattern in _tied_patterns(model)]
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = {name: tensor for tensor in layout.tensors if (name := _kept_name(tensor, tied, ignored)) is not None}

@@ -1,4 +1,4 @@
-"""Reading tensors from a checkpoint, whatever form it has, by the slices that are wanted.
+"""Opening a checkpoint, whatever form it has, to read the slices that are wanted.
 
     source = open_source("folder")
     rows = source.read("model.embed_tokens.weight", dim=0, spans=[(0, 500)])
@@ -9,67 +9,20 @@ Forms: one safetensors file; several with an index; ``pytorch_model.bin``, one o
 from __future__ import annotations
 
 import json
-import zipfile
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from oslo_engine.checkpoint.agree import together
 from oslo_engine.checkpoint.atomic import MANIFEST, MOVING, recover, staging_folder
-from oslo_engine.checkpoint.safetensors_io import SafetensorsFile, TensorSpec
+from oslo_engine.checkpoint.split import SplitSource
+from oslo_engine.checkpoint.tensors import PickledSource, SafetensorsSource, TensorSource
 from oslo_engine.errors import CheckpointError
-from oslo_engine.shards import Span
 
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-
-
-class TensorSource(ABC):
-    """Named tensors that are read slice by slice.
-
-    ``native``: whether the names are those of the model class as they are, rather than of a file that Transformers would load,
-    which renames and converts some on the way.
-    """
-
-    native = False
-
-    @abstractmethod
-    def names(self) -> Sequence[str]: ...
-
-    @abstractmethod
-    def spec(self, name: str) -> TensorSpec: ...
-
-    @abstractmethod
-    def read(self, name: str, dim: int | None = None, spans: Sequence[Span] | None = None) -> Tensor:
-        """A tensor, or the concatenation of ``spans`` along ``dim`` of it, in memory of its own on the CPU.
-
-        Only the bytes of the spans are read, as far as the form of the checkpoint allows it.
-        """
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.spec(name).shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.spec(name).dtype
-
-    def identity(self, name: str) -> object:
-        """Equal for two names of the same stored tensor."""
-        return name
-
-    def verify(self, part: int = 0, parts: int = 1) -> None:  # noqa: B027
-        """Compare the files, or every ``parts``-th of them from ``part`` on, with the checksums that were saved with them.
-
-        Does nothing for forms that have no checksums.
-
-        Raises:
-            CheckpointError: a file was altered.
-        """
 
 
 def open_source(path: str | Path | Sequence[str | Path]) -> TensorSource:
@@ -95,8 +48,6 @@ def open_source(path: str | Path | Sequence[str | Path]) -> TensorSource:
                 got=f"{MANIFEST} and {merged[0]}",
                 hint="delete or move one of them",
             )
-        from oslo_engine.checkpoint.split import SplitSource
-
         return SplitSource(path)
     if not merged:
         patterns = ("*_tp=*_pp=*", "model-*-of-*", "pytorch_model-*-of-*")
@@ -113,7 +64,7 @@ def open_source(path: str | Path | Sequence[str | Path]) -> TensorSource:
 
 
 def verify_source(source: TensorSource) -> None:
-    """Compare the files with their checksums, each rank a part of them. Collective; an altered file is an error on every rank."""
+    """Compare the files with their checksums, each rank a part. Collective; an altered file is an error on every rank."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     together(lambda: source.verify(rank, ranks), what="checking the checkpoint")
 
@@ -173,89 +124,3 @@ def _from_files(paths: Sequence[Path]) -> TensorSource:
     if kinds and kinds <= {".bin", ".pt", ".pth"}:
         return PickledSource(paths)
     raise CheckpointError("unknown checkpoint files", where=", ".join(map(str, paths)), expected="*.safetensors or *.bin")
-
-
-class SafetensorsSource(TensorSource):
-    """One or several safetensors files."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._file_of: dict[str, SafetensorsFile] = {}
-        for path in paths:
-            file = SafetensorsFile(path)
-            for name in file.specs:
-                if name in self._file_of:
-                    raise _twice(name, self._file_of[name].path, path)
-                self._file_of[name] = file
-
-    def names(self) -> Sequence[str]:
-        return list(self._file_of)
-
-    def spec(self, name: str) -> TensorSpec:
-        return self._file_of[name].specs[name]
-
-    def read(self, name: str, dim: int | None = None, spans: Sequence[Span] | None = None) -> Tensor:
-        return self._file_of[name].read(name, dim, spans)
-
-
-class PickledSource(TensorSource):
-    """One or several files written by ``torch.save``: unpickled with ``weights_only``, mapped, and slices copied out of them."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-        for path in paths:
-            if not path.is_file():
-                raise CheckpointError("a file of the checkpoint is missing", where=str(path))
-
-    @cached_property
-    def _tensors(self) -> Mapping[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        path_of: dict[str, Path] = {}
-        for path in self._paths:
-            for name, tensor in load_pickled(path).items():
-                if name in tensors:
-                    raise _twice(name, path_of[name], path)
-                tensors[name], path_of[name] = tensor, path
-        return tensors
-
-    def names(self) -> Sequence[str]:
-        return list(self._tensors)
-
-    def spec(self, name: str) -> TensorSpec:
-        tensor = self._tensors[name]
-        return TensorSpec(tensor.dtype, tuple(tensor.shape))
-
-    def identity(self, name: str) -> object:
-        tensor = self._tensors[name]
-        return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-    def read(self, name: str, dim: int | None = None, spans: Sequence[Span] | None = None) -> Tensor:
-        return cut(self._tensors[name], dim, spans)
-
-
-def cut(tensor: Tensor, dim: int | None, spans: Sequence[Span] | None) -> Tensor:
-    """A copy of the concatenation of ``spans`` along ``dim``, or of the whole tensor."""
-    if dim is None or spans is None:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    pieces = [tensor.narrow(dim, start, stop - start) for start, stop in spans]
-    return torch.cat(pieces or [tensor.narrow(dim, 0, 0)], dim)
-
-
-def load_pickled(path: Path) -> dict[str, Tensor]:
-    """The tensors of a ``torch.save`` file, without executing anything that stands in it.
-
-    Raises:
-        CheckpointError: the file is damaged, or holds something else than named tensors.
-    """
-    try:
-        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ... for damaged files
-        raise CheckpointError(
-            "cannot load a file of the checkpoint", where=str(path), got=f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        ) from error
-    if not isinstance(loaded, Mapping) or not all(isinstance(key, str) and isinstance(t, Tensor) for key, t in loaded.items()):
-        raise CheckpointError("the file holds something else than named tensors", where=str(path), got=type(loaded).__name__)
-    return dict(loaded)
-
-
-def _twice(name: str, first: Path, second: Path) -> CheckpointError:
-    return CheckpointError(f"{name!r} stands in two files", where=str(second), got=f"also in {first}")

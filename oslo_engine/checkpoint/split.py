@@ -11,7 +11,7 @@ from torch import Tensor
 from oslo_engine.checkpoint.atomic import MANIFEST
 from oslo_engine.checkpoint.layout import Layout, TensorLayout, read_layout
 from oslo_engine.checkpoint.safetensors_io import TensorSpec, record_of
-from oslo_engine.checkpoint.source import PickledSource, SafetensorsSource, TensorSource
+from oslo_engine.checkpoint.tensors import PickledSource, SafetensorsSource, TensorSource
 from oslo_engine.errors import CheckpointError
 from oslo_engine.shards import Span
 

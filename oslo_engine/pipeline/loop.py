@@ -97,6 +97,10 @@ class PipelineLoop(dict[str, Any]):
     def __iter__(self) -> Iterator[MicroOutput]:  # type: ignore[override]
         return self[self.DRIVER].iterate(self[self.ANCHOR])
 
+    def __len__(self) -> int:
+        """The number of micro-batches."""
+        return len(self[self.DRIVER].micros)
+
     @property
     def loss(self) -> Tensor:
         return self["loss"]
@@ -122,7 +126,7 @@ class LoopDriver:
     """The state of one user-driven batch."""
 
     def __init__(self, runtime: PipelineRuntime, micros: Sequence[MicroBatch]) -> None:
-        self._runtime, self._micros = runtime, micros
+        self._runtime, self.micros = runtime, micros
         self._autocast = AutocastState.capture(runtime.device)
         self._run: BatchRun | None = None
         self._starts: dict[int, int] = {}  # index of the first backward, by micro-batch
@@ -137,12 +141,12 @@ class LoopDriver:
         return self._iterate(anchor)
 
     def _iterate(self, anchor: Tensor) -> Iterator[MicroOutput]:
-        self._run = run = self._runtime.begin(self._micros, autocast=self._autocast, keep_outputs=True)
+        self._run = run = self._runtime.begin(self.micros, autocast=self._autocast, keep_outputs=True)
         self._runtime.open_loop = self
         self._starts = first_backwards(run.actions)
-        last = len(self._micros) - 1
+        last = len(self.micros) - 1
         try:
-            for index in range(len(self._micros)):
+            for index in range(len(self.micros)):
                 run.advance(self._starts[index])
                 loss = run.loss(index)
                 self._current = index
@@ -169,7 +173,7 @@ class LoopDriver:
             raise self._misuse(f"backward of micro-batch {index} while {self._current} is the current one", None)
         run.loss_gradients[index] = gradient
         self._num_backwards = index + 1
-        if index < len(self._micros) - 1:
+        if index < len(self.micros) - 1:
             run.advance(next_forward(run.actions, self._starts[index]))
         else:
             run.advance(len(run.actions))
@@ -198,7 +202,7 @@ class LoopDriver:
     def _leave(self, run: BatchRun) -> None:
         """The loop is over: at its end, by an error, or because the user's body broke out of it."""
         if not run.closed:
-            done, total = self._num_backwards, len(self._micros)
+            done, total = self._num_backwards, len(self.micros)
             self.abandon(f"the micro-batch loop was left after {done} of {total} backwards")
             warnings.warn(
                 f"the micro-batch loop was left after {done} of {total} backwards: the gradients of this batch are discarded",

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from oslo_engine.errors import BatchError, PlanError, UnsupportedError
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"]
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v")
 _SCHEDULE_CLASSES = {
     "interleaved": "ScheduleInterleaved1F1B",
     "zero-bubble": "ScheduleInterleavedZeroBubble",
@@ -78,12 +77,12 @@ class Orders:
         return len(self.rank_of_stage)
 
 
-def num_stages(schedule: Schedule, pp: int) -> int:
+def num_stages(schedule: str, pp: int) -> int:
     """How many virtual stages the model is cut into."""
     return len(rank_of_stage(schedule, pp))
 
 
-def rank_of_stage(schedule: Schedule, pp: int) -> tuple[int, ...]:
+def rank_of_stage(schedule: str, pp: int) -> tuple[int, ...]:
     """The pp rank of every virtual stage: ``0 1 2`` | ``0 1 2 0 1 2`` (interleaved) | ``0 1 2 2 1 0`` (zero-bubble-v)."""
     _check_name(schedule)
     there = tuple(range(pp))
@@ -93,7 +92,7 @@ def rank_of_stage(schedule: Schedule, pp: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def schedule_orders(schedule: Schedule, pp: int, num_micro_batches: int) -> Orders:
+def schedule_orders(schedule: str, pp: int, num_micro_batches: int) -> Orders:
     """The order of one training batch.
 
     Raises:
@@ -113,7 +112,7 @@ def schedule_orders(schedule: Schedule, pp: int, num_micro_batches: int) -> Orde
 
 
 @lru_cache(maxsize=256)
-def forward_orders(schedule: Schedule, pp: int, num_micro_batches: int) -> Orders:
+def forward_orders(schedule: str, pp: int, num_micro_batches: int) -> Orders:
     """The order of one evaluation batch: forwards only, for any number of micro-batches, on the stages of ``schedule``."""
     holders = rank_of_stage(schedule, pp)
     with _TorchSchedules() as torch_schedules:
@@ -140,7 +139,7 @@ def _check_name(schedule: str) -> None:
         raise PlanError("there is no such pipeline schedule", expected="one of " + ", ".join(SCHEDULES), got=repr(schedule))
 
 
-def _check_num_micro_batches(schedule: Schedule, pp: int, num_micro_batches: int) -> None:
+def _check_num_micro_batches(schedule: str, pp: int, num_micro_batches: int) -> None:
     if num_micro_batches < pp:
         raise BatchError(
             "a batch needs at least as many micro-batches as there are pipeline stages",
@@ -168,7 +167,7 @@ def _fits_rounds(pp: int, num_micro_batches: int) -> bool:
 _Compute = list[tuple[int, str, int]]
 
 
-def _single_stage_order(schedule: Schedule, pp: int, num_micro_batches: int) -> list[_Compute]:
+def _single_stage_order(schedule: str, pp: int, num_micro_batches: int) -> list[_Compute]:
     """gpipe and 1f1b without communication.
 
     Written out because torch's ``Schedule1F1B._get_pipeline_order`` is off by one on the last rank. Source: PipeDream-Flush

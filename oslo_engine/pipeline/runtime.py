@@ -12,7 +12,7 @@ from oslo_engine.errors import PipelineError
 from oslo_engine.pipeline.autocast import AutocastState
 from oslo_engine.pipeline.batch_run import BatchRun
 from oslo_engine.pipeline.micro_batch import MicroBatch
-from oslo_engine.pipeline.orders import Schedule, forward_orders, num_stages, schedule_orders
+from oslo_engine.pipeline.orders import forward_orders, num_stages, schedule_orders
 from oslo_engine.pipeline.stage_program import StageProgram
 from oslo_engine.pipeline.timeline import Event
 
@@ -38,7 +38,7 @@ class PipelineRuntime:
         open_loop: the loop that is being iterated, if any.
     """
 
-    def __init__(self, program: StageProgram, links: PipelineLinks, *, schedule: Schedule, device: torch.device) -> None:
+    def __init__(self, program: StageProgram, links: PipelineLinks, *, schedule: str, device: torch.device) -> None:
         expected = num_stages(schedule, links.axis.size)
         assert program.num_stages == expected, f"{schedule} has {expected} stages, the program {program.num_stages}"
         self.program, self.links, self.schedule, self.device = program, links, schedule, device

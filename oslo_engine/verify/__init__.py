@@ -69,8 +69,7 @@ def verify(
     # Imported now, while another process imports what the ranks need.
     from oslo_engine.policy.registry import find_policy
     from oslo_engine.verify.settings import Settings, Sizes
-    from oslo_engine.verify.shrink import shrink
-    from oslo_engine.verify.subject import Subject, find_subject
+    from oslo_engine.verify.subject import find_subject
 
     sizes = Sizes(heads=heads, kv_heads=kv_heads, vocab=vocab, layers=layers, tied=tied, full=full_size)
     subject = find_subject(model)
@@ -86,13 +85,12 @@ def verify(
         gradient_checkpointing=gradient_checkpointing,
         seed=seed,
     )
-    config = shrink(subject.config, sizes, num_stages=settings.num_stages, dropout=dropout, grouped=subject.by_name)
-    small = Subject(subject.module, subject.name, config, subject.by_name)
+    small = subject.shrunk(sizes, num_blocks=settings.num_blocks, dropout=dropout)
     outcome = run_ranks(lambda folder: Task(small, settings, tied, folder, timeout_s), settings.num_ranks, timeout_s)
     if outcome.refused is not None:
         raise outcome.refused
     return Report(
-        model=f"{subject.name} ({config.model_type})",
+        model=f"{subject.name} ({subject.config.model_type})",
         settings=_asked_for(settings, sizes),
         rows=_rows(outcome, settings.num_ranks),
         seconds=time.monotonic() - started,

@@ -100,10 +100,14 @@ def size_of(gradient: Tensor, limits: Limits) -> float:
 
 
 def bits_that_differ(got: Tensor, wanted: Tensor) -> int:
-    """Number of entries that are not bit for bit the same; all of them for another shape or type."""
-    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+    """Number of entries that are not bit for bit the same; all of them for another shape, or a type that holds less.
+
+    A wider type is none: loading may keep some weights in float32 that were saved in 16 bits, without changing their values.
+    """
+    if got.shape != wanted.shape or torch.promote_types(got.dtype, wanted.dtype) != got.dtype:
         return max(got.numel(), wanted.numel(), 1)
     if not got.numel():
         return 0
-    as_bytes = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).reshape(tensor.numel(), -1) for tensor in (got, wanted)]
+    flat = [tensor.detach().cpu().to(got.dtype).contiguous().reshape(-1) for tensor in (got, wanted)]
+    as_bytes = [tensor.view(torch.uint8).reshape(tensor.numel(), -1) for tensor in flat]
     return int((as_bytes[0] != as_bytes[1]).any(-1).sum())

@@ -83,5 +83,6 @@ class Settings:
         return self.tp * self.pp
 
     @property
-    def num_stages(self) -> int:
-        return num_stages(self.schedule, self.pp)  # type: ignore[arg-type]
+    def num_blocks(self) -> int:
+        """One more than stages, so that these are uneven; without a pipeline enough to load what was saved into one."""
+        return num_stages(self.schedule, self.pp) + 1 if self.pp > 1 else max(2, self.tp)  # type: ignore[arg-type]

@@ -62,13 +62,15 @@ _FIXED = {
 _NOT_ARGUMENTS = ("model_type", "transformers_version", "architectures", "_name_or_path", "id2label", "label2id")
 
 
-def shrink(config: PreTrainedConfig, sizes: Sizes, *, num_stages: int = 1, dropout: float = 0.0, grouped: bool = False) -> PreTrainedConfig:
+def shrink(
+    config: PreTrainedConfig, sizes: Sizes, *, num_blocks: int = 2, dropout: float = 0.0, grouped: bool = False
+) -> PreTrainedConfig:
     """The config to verify with, of the same class.
 
     Args:
         config: any size; unchanged.
         sizes: what was asked for.
-        num_stages: of the pipeline; there are blocks enough for all, in uneven numbers.
+        num_blocks: how many there are at least, of all stacks together, unless ``sizes`` says how many layers.
         dropout: every dropout probability becomes this.
         grouped: where the config has as many KV heads as heads, use fewer.
 
@@ -76,14 +78,14 @@ def shrink(config: PreTrainedConfig, sizes: Sizes, *, num_stages: int = 1, dropo
         PlanError: the config has no such size, or its class does not take the small ones.
     """
     given = {name: value for name, value in config.to_dict().items() if name not in _NOT_ARGUMENTS}
-    changes = _Changes(config, given, sizes, num_stages, grouped)
+    changes = _Changes(config, given, sizes, num_blocks, grouped)
     changed: dict[str, Any] = changes.requested() if sizes.full else changes.tiny()
     changed |= _dropouts(given, dropout, type(config).__name__)
     if sizes.tied is not None:
         changed["tie_word_embeddings"] = sizes.tied
     for name in getattr(config, "sub_configs", None) or {}:
         if isinstance(part := getattr(config, name, None), PreTrainedConfig):
-            changed[name] = shrink(part, sizes, num_stages=num_stages, grouped=grouped).to_dict()
+            changed[name] = shrink(part, sizes, num_blocks=num_blocks, grouped=grouped).to_dict()
     try:
         small = type(config)(**{**given, **changed})
     except Exception as error:  # whatever the class's own checks raise
@@ -104,7 +106,7 @@ def shrink(config: PreTrainedConfig, sizes: Sizes, *, num_stages: int = 1, dropo
 class _Changes:
     """The fields of one config that change."""
 
-    def __init__(self, config: PreTrainedConfig, given: Mapping[str, Any], sizes: Sizes, num_stages: int, grouped: bool) -> None:
+    def __init__(self, config: PreTrainedConfig, given: Mapping[str, Any], sizes: Sizes, num_blocks: int, grouped: bool) -> None:
         self.given, self.sizes, self.what = given, sizes, type(config).__name__
         self.old_heads, self.old_hidden = self._first(_HEADS), self._first(_HIDDEN)
         self.old_layers = self._first(_LAYERS)
@@ -114,7 +116,7 @@ class _Changes:
         self.hidden = self.heads * HEAD_SIZE
         self.head_size = WIDE_HEAD_SIZE if decoupled else HEAD_SIZE
         self.kv_heads = sizes.kv_heads or self._default_kv_heads(grouped)
-        self.layers = sizes.layers or _default_layers(num_stages, stacks=2 if config.is_encoder_decoder else 1)
+        self.layers = sizes.layers or max(2, -(-num_blocks // (2 if config.is_encoder_decoder else 1)))
 
     def tiny(self) -> dict[str, Any]:
         vocab = self.sizes.vocab or VOCAB
@@ -124,6 +126,7 @@ class _Changes:
             **self._set(_HEADS, self.heads, asked="heads" if self.sizes.heads else None),
             **self._set(_KV_HEADS, self.kv_heads, asked="kv_heads" if self.sizes.kv_heads else None),
             **self._set(_HEAD_SIZE, self.head_size),
+            **({"head_dim": self.head_size} if "head_dim" in self.given else {}),  # also where it is left to the model, as None
             **self._set(_LAYERS, self.layers, asked="layers" if self.sizes.layers else None),
             **self._set(_INNER, INNER),
             **self._set(_POSITIONS, POSITIONS),
@@ -171,13 +174,6 @@ class _Changes:
         if old == self.old_heads and not grouped:
             return self.heads
         return next(count for count in range(max(self.heads // 2, 1), 0, -1) if self.heads % count == 0)
-
-
-def _default_layers(num_stages: int, stacks: int) -> int:
-    """One block more than stages, so that these are uneven; at least two in each stack."""
-    if num_stages == 1:
-        return 2
-    return max(2, -(-(num_stages + 1) // stacks))
 
 
 def _is_size(value: Any) -> bool:

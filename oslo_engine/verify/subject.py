@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import difflib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from oslo_engine.errors import UnsupportedError
+from oslo_engine.errors import OsloError, UnsupportedError
+from oslo_engine.verify.settings import Sizes
+from oslo_engine.verify.shrink import shrink
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,28 @@ class Subject:
     config: PreTrainedConfig
     by_name: bool = False
 
+    def shrunk(self, sizes: Sizes, *, num_blocks: int, dropout: float = 0.0) -> Subject:
+        """The same with the config that ``shrink`` makes; of a mere model type with fewer KV heads than heads."""
+        config = shrink(self.config, sizes, num_blocks=num_blocks, dropout=dropout, grouped=self.by_name)
+        return replace(self, config=config)
+
     def load_class(self) -> Any:
         return getattr(import_module(self.module), self.name)
+
+    def build(self, construct: Callable[..., Any], **options: Any) -> Any:
+        """``construct(class, config)``.
+
+        Raises:
+            UnsupportedError: the class does not take its own config.
+        """
+        try:
+            return construct(self.load_class(), self.config, **options)
+        except OsloError:
+            raise
+        except Exception as error:
+            raise UnsupportedError(
+                "the class cannot build a model from this config", where=self.name, got=f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def find_subject(model: Any) -> Subject:

@@ -86,17 +86,20 @@ def build_trial(subject: Subject, settings: Settings, tied: bool | None, folder:
     Raises:
         OsloError: the model cannot be split this way.
     """
-    cls = subject.load_class()
     # Eager attention calls dropout where it can be seen; fused kernels draw their masks inside.
     attention = {"attn_implementation": "eager"} if settings.dropout else {}
-    reference = cls._from_config(subject.config, dtype=getattr(torch, settings.dtype), **attention)
+    reference = subject.build(_construct, dtype=getattr(torch, settings.dtype), **attention)
     fill(reference, settings.seed)
     _check_ties(reference, tied)
     if reference.can_generate():
         reference.generation_config = _generation_config(reference.config)
     if settings.gradient_checkpointing and not reference.supports_gradient_checkpointing:
-        raise UnsupportedError("this class knows no gradient checkpointing", where=cls.__name__)
+        raise UnsupportedError("this class knows no gradient checkpointing", where=subject.name)
     return Trial(subject, settings, folder, reference, split(reference, settings))
+
+
+def _construct(cls: Any, config: Any, **options: Any) -> Any:
+    return cls._from_config(config, **options)
 
 
 def split(reference: PreTrainedModel, settings: Settings, *, gradient_checkpointing: bool | None = None) -> Any:

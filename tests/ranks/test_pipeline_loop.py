@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from oslo_engine.errors import BatchError, OsloError, PipelineError
 from oslo_engine.pipeline.loop import PipelineLoop
-from oslo_engine.pipeline.orders import SCHEDULES, Schedule
+from oslo_engine.pipeline.orders import SCHEDULES
 from toy_pipeline import Toy, ToyPipeline, assert_equal_gradients, batch_of, reference, toy, toy_pipeline
 
 BATCH = batch_of(8, 4)  # four micro-batches, the last one without labels
@@ -39,7 +39,7 @@ def assert_next_batch_is_right(pipe: ToyPipeline, whole: Toy) -> None:
 # What the loop hands out
 
 
-def look_at_micro_batches(schedule: Schedule) -> None:
+def look_at_micro_batches(schedule: str) -> None:
     pipe = toy_pipeline(schedule)
     whole = toy(pipe.program.num_stages)
     num_labels = (BATCH["labels"] != -100).sum().item()
@@ -61,7 +61,7 @@ def look_at_micro_batches(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_each_micro_batch_has_its_real_weighted_loss_before_its_backward(rank_pool, schedule: Schedule) -> None:
+def test_each_micro_batch_has_its_real_weighted_loss_before_its_backward(rank_pool, schedule: str) -> None:
     rank_pool(2).run(look_at_micro_batches, schedule)
 
 
@@ -83,7 +83,7 @@ def test_scaled_losses_scale_the_gradients(rank_pool) -> None:
     rank_pool(2).run(scale_losses)
 
 
-def capture_autocast(schedule: Schedule) -> None:
+def capture_autocast(schedule: str) -> None:
     """Under autocast at the call, not at the loop; and the other way round."""
     pipe = toy_pipeline(schedule, dtype=torch.float32)
     whole = toy(pipe.program.num_stages, dtype=torch.float32)
@@ -105,7 +105,7 @@ def capture_autocast(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_autocast_is_that_of_the_call(rank_pool, schedule: Schedule) -> None:
+def test_autocast_is_that_of_the_call(rank_pool, schedule: str) -> None:
     rank_pool(2).run(capture_autocast, schedule)
 
 
@@ -120,6 +120,7 @@ def rebuild_the_output() -> None:
         assert [leaf.requires_grad for leaf in pytree.tree_leaves(loop)] == [True], "the anchor is its one leaf"
         rebuilt = rebuild(loop)
         assert isinstance(rebuilt, PipelineLoop)
+        assert len(rebuilt) == 4
         for micro in rebuilt:
             micro.loss.backward()
         assert_equal_gradients(pipe.gradients(), reference(whole, BATCH)[1])
@@ -191,6 +192,30 @@ def train_data_parallel(ddp_settings: dict[str, Any]) -> None:
         mean = {name: (gradient + expected[1][name]) / 2 for name, gradient in expected[0].items()}
         assert_equal_gradients(pipe.gradients(), mean)
         assert set(hooks.values()) == {step}, "every hook fires once a batch"
+
+
+def leave_data_parallel() -> None:
+    """Both copies of the model leave their loops; the reducer must not be left half done."""
+    pp, rank = 2, dist.get_rank()
+    pipe, whole = toy_pipeline("1f1b", pp=pp), toy(pp)
+    groups = [dist.new_group([stage, stage + pp]) for stage in range(pp)]
+    wrapped = DistributedDataParallel(pipe, process_group=groups[rank % pp])
+    expected = reference(whole, BATCH)[1]
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="left after 2 of 4"):
+            for micro in wrapped(**BATCH):
+                micro.loss.backward()
+                if micro.index == 1:
+                    break
+        with torch.no_grad():
+            wrapped(**BATCH)
+        for micro in wrapped(**BATCH):
+            micro.loss.backward()
+        assert_equal_gradients(pipe.gradients(), expected)
+
+
+def test_leaving_the_loop_under_data_parallelism_leaves_the_next_batch_right(rank_pool) -> None:
+    rank_pool(4).run(leave_data_parallel)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +368,7 @@ MISUSES: dict[Callable[[ToyPipeline], None], str] = {
 }
 
 
-def misuse(schedule: Schedule) -> dict[str, str]:
+def misuse(schedule: str) -> dict[str, str]:
     pipe = toy_pipeline(schedule)
     whole = toy(pipe.program.num_stages)
     messages = {}
@@ -362,13 +387,13 @@ def misuse(schedule: Schedule) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("schedule", "pp"), [*((schedule, 2) for schedule in SCHEDULES), ("1f1b", 4)])
-def test_every_misuse_is_one_error_on_all_ranks_and_the_next_batch_is_right(rank_pool, schedule: Schedule, pp: int) -> None:
+def test_every_misuse_is_one_error_on_all_ranks_and_the_next_batch_is_right(rank_pool, schedule: str, pp: int) -> None:
     first, *others = rank_pool(pp).run(misuse, schedule)
     assert len(first) == len(MISUSES)
     assert all(messages == first for messages in others)
 
 
-def leave_early(schedule: Schedule, at: int, after_backward: bool, how: str) -> None:
+def leave_early(schedule: str, at: int, after_backward: bool, how: str) -> None:
     pipe = toy_pipeline(schedule)
     whole = toy(pipe.program.num_stages)
 
@@ -394,7 +419,7 @@ def leave_early(schedule: Schedule, at: int, after_backward: bool, how: str) -> 
 @pytest.mark.parametrize(("at", "after_backward"), [(0, False), (0, True), (2, True), (3, False)])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble-v"])
 def test_leaving_the_loop_warns_discards_the_batch_and_the_next_is_right(
-    rank_pool, schedule: Schedule, at: int, after_backward: bool, how: str
+    rank_pool, schedule: str, at: int, after_backward: bool, how: str
 ) -> None:
     rank_pool(2).run(leave_early, schedule, at, after_backward, how)
 
@@ -418,7 +443,7 @@ def test_leaving_the_loop_after_the_last_backward_is_fine(rank_pool) -> None:
 # One rank alone
 
 
-def leave_on_one_rank(schedule: Schedule, alone: int, how: str) -> str:
+def leave_on_one_rank(schedule: str, alone: int, how: str) -> str:
     """The others go on, and learn of it at the end of the batch."""
     pipe = toy_pipeline(schedule)
     whole = toy(pipe.program.num_stages)
@@ -452,7 +477,7 @@ def leave_on_one_rank(schedule: Schedule, alone: int, how: str) -> str:
 @pytest.mark.parametrize("how", ["exception", "break", "no backward"])
 @pytest.mark.parametrize(("schedule", "pp", "alone"), [("1f1b", 4, 0), ("1f1b", 4, 2), ("1f1b", 4, 3), ("zero-bubble-v", 2, 1)])
 def test_rank_that_leaves_alone_fails_the_batch_on_all_and_the_next_is_right(
-    rank_pool, schedule: Schedule, pp: int, alone: int, how: str
+    rank_pool, schedule: str, pp: int, alone: int, how: str
 ) -> None:
     messages = rank_pool(pp).run(leave_on_one_rank, schedule, alone, how)
     for rank, message in enumerate(messages):

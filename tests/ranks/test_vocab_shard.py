@@ -89,7 +89,7 @@ def test_reductions_over_the_vocabulary_equal_the_whole(rank_pool, tp):
 def check_sharded_results() -> None:
     axis = tp_axis()
     for name in ("softmax", "log_softmax"):
-        for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
             whole = make_logits().to(dtype)
             _, shard = split_logits(whole, axis)
             expected, got = getattr(F, name)(whole, dim=-1), getattr(F, name)(shard, dim=-1)
@@ -101,6 +101,31 @@ def check_sharded_results() -> None:
 
 def test_softmax_is_a_slice_in_the_dtype_asked_for(rank_pool):
     rank_pool(2).run(check_sharded_results)
+
+
+ROUNDED_ONCE: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: x.softmax(-1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "sum": lambda x: x.sum(-1),
+    "mean": lambda x: x.mean(-1),
+    "softmax of widened": lambda x: x.float().softmax(-1),
+}
+
+
+def check_half_precision(dtype: torch.dtype) -> None:
+    """Results in half precision must be the exact ones rounded once: nothing in between may be rounded."""
+    axis = tp_axis()
+    for name, operation in ROUNDED_ONCE.items():
+        logits = (make_logits() + 8).to(dtype)
+        exact, got = operation(logits.double()), gather_logits(operation(split_logits(logits, axis)[1]))
+        error = ((got.double() - exact).abs() / exact.abs().clamp(min=torch.finfo(got.dtype).tiny)).max()
+        assert error <= 0.51 * torch.finfo(got.dtype).eps + 1e-6, (name, float(error))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(rank_pool, dtype):
+    rank_pool(2).run(check_half_precision, dtype)
 
 
 def check_replicated_operands() -> None:

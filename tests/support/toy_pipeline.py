@@ -24,7 +24,7 @@ from oslo_engine.comm.p2p import PipelineLinks
 from oslo_engine.layers.deferred import DeferredLinear
 from oslo_engine.pipeline.loop import open_loop, train_step
 from oslo_engine.pipeline.micro_batch import MicroBatch, split_batch, weigh_by_labels
-from oslo_engine.pipeline.orders import Schedule, num_stages, rank_of_stage
+from oslo_engine.pipeline.orders import num_stages, rank_of_stage
 from oslo_engine.pipeline.runtime import PipelineRuntime
 
 VOCAB, HIDDEN = 13, 6
@@ -184,7 +184,7 @@ class ToyPipeline(nn.Module):
 
 
 def toy_pipeline(
-    schedule: Schedule,
+    schedule: str,
     *,
     pp: int | None = None,
     micro_batch_size: int = 2,

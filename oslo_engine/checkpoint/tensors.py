@@ -1,0 +1,145 @@
+"""Named tensors that are read slice by slice, and the two kinds of files that hold them."""
+
+from __future__ import annotations
+
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oslo_engine.checkpoint.safetensors_io import SafetensorsFile, TensorSpec
+from oslo_engine.errors import CheckpointError
+from oslo_engine.shards import Span
+
+
+class TensorSource(ABC):
+    """Named tensors that are read slice by slice.
+
+    ``native``: whether the names are those of the model class as they are, rather than of a file that Transformers would load,
+    which renames and converts some on the way.
+    """
+
+    native = False
+
+    @abstractmethod
+    def names(self) -> Sequence[str]: ...
+
+    @abstractmethod
+    def spec(self, name: str) -> TensorSpec: ...
+
+    @abstractmethod
+    def read(self, name: str, dim: int | None = None, spans: Sequence[Span] | None = None) -> Tensor:
+        """A tensor, or the concatenation of ``spans`` along ``dim`` of it, in memory of its own on the CPU.
+
+        Only the bytes of the spans are read, as far as the form of the checkpoint allows it.
+        """
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.spec(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.spec(name).dtype
+
+    def identity(self, name: str) -> object:
+        """Equal for two names of the same stored tensor."""
+        return name
+
+    def verify(self, part: int = 0, parts: int = 1) -> None:  # noqa: B027
+        """Compare the files, or every ``parts``-th of them from ``part`` on, with the checksums that were saved with them.
+
+        Does nothing for forms that have no checksums.
+
+        Raises:
+            CheckpointError: a file was altered.
+        """
+
+
+class SafetensorsSource(TensorSource):
+    """One or several safetensors files."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._file_of: dict[str, SafetensorsFile] = {}
+        for path in paths:
+            file = SafetensorsFile(path)
+            for name in file.specs:
+                if name in self._file_of:
+                    raise _twice(name, self._file_of[name].path, path)
+                self._file_of[name] = file
+
+    def names(self) -> Sequence[str]:
+        return list(self._file_of)
+
+    def spec(self, name: str) -> TensorSpec:
+        return self._file_of[name].specs[name]
+
+    def read(self, name: str, dim: int | None = None, spans: Sequence[Span] | None = None) -> Tensor:
+        return self._file_of[name].read(name, dim, spans)
+
+
+class PickledSource(TensorSource):
+    """One or several files written by ``torch.save``: unpickled with ``weights_only`` and mapped; slices are copied out."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        for path in paths:
+            if not path.is_file():
+                raise CheckpointError("a file of the checkpoint is missing", where=str(path))
+
+    @cached_property
+    def _tensors(self) -> Mapping[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        path_of: dict[str, Path] = {}
+        for path in self._paths:
+            for name, tensor in load_pickled(path).items():
+                if name in tensors:
+                    raise _twice(name, path_of[name], path)
+                tensors[name], path_of[name] = tensor, path
+        return tensors
+
+    def names(self) -> Sequence[str]:
+        return list(self._tensors)
+
+    def spec(self, name: str) -> TensorSpec:
+        tensor = self._tensors[name]
+        return TensorSpec(tensor.dtype, tuple(tensor.shape))
+
+    def identity(self, name: str) -> object:
+        tensor = self._tensors[name]
+        return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def read(self, name: str, dim: int | None = None, spans: Sequence[Span] | None = None) -> Tensor:
+        return cut(self._tensors[name], dim, spans)
+
+
+def cut(tensor: Tensor, dim: int | None, spans: Sequence[Span] | None) -> Tensor:
+    """A copy of the concatenation of ``spans`` along ``dim``, or of the whole tensor."""
+    if dim is None or spans is None:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    pieces = [tensor.narrow(dim, start, stop - start) for start, stop in spans]
+    return torch.cat(pieces or [tensor.narrow(dim, 0, 0)], dim)
+
+
+def load_pickled(path: Path) -> dict[str, Tensor]:
+    """The tensors of a ``torch.save`` file, without executing anything that stands in it.
+
+    Raises:
+        CheckpointError: the file is damaged, or holds something else than named tensors.
+    """
+    try:
+        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ... for damaged files
+        raise CheckpointError(
+            "cannot load a file of the checkpoint", where=str(path), got=f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
+    if not isinstance(loaded, Mapping) or not all(isinstance(key, str) and isinstance(t, Tensor) for key, t in loaded.items()):
+        raise CheckpointError("the file holds something else than named tensors", where=str(path), got=type(loaded).__name__)
+    return dict(loaded)
+
+
+def _twice(name: str, first: Path, second: Path) -> CheckpointError:
+    return CheckpointError(f"{name!r} stands in two files", where=str(second), got=f"also in {first}")

@@ -1,0 +1,108 @@
+"""``oslo-engine policy list | show | check``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from oslo_engine.cli.output import bad_input_ends, wide_console
+from oslo_engine.errors import OsloError
+
+if TYPE_CHECKING:
+    from oslo_engine.policy.schema import Policy
+
+policy = typer.Typer(name="policy", help="How architectures are split.", no_args_is_help=True)
+
+
+@policy.command("list")
+def list_policies() -> None:
+    """The installed policies and the model types that each of them serves."""
+    with bad_input_ends():
+        from oslo_engine.policy.registry import installed_names, installed_policy
+
+        policies = [installed_policy(name) for name in installed_names()]
+    rows = [(each.name, ", ".join(each.models), ", ".join(each.stacks), each.origin) for each in policies]
+    _print_table(("policy", "model types", "stacks", "file"), rows)
+
+
+@policy.command()
+def show(
+    name: Annotated[str, typer.Argument(help="A policy, or a model: model type, folder or hub name.")],
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size.")] = 2,
+    pp: Annotated[int, typer.Option(help="Pipeline-parallel size.")] = 1,
+    schedule: Annotated[str, typer.Option(help="Pipeline schedule.")] = "1f1b",
+    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel")] = False,
+    policy: Annotated[Optional[str], typer.Option(help="Name or YAML file, for a model.")] = None,  # noqa: UP045
+) -> None:
+    """The plan of a model at its config's size: how each parameter splits, what a rank holds of it, and on which stages."""
+    with bad_input_ends():
+        from oslo_engine.cli.plan_table import plan_rows, rank_rows
+        from oslo_engine.policy.registry import find_policy, installed_names, installed_policy
+        from oslo_engine.verify.planned import plan_of
+        from oslo_engine.verify.subject import find_subject
+
+        is_policy = policy is None and name in installed_names()
+        subject = find_subject(installed_policy(name).models[0] if is_policy else name)
+        chosen = installed_policy(name) if is_policy else find_policy(policy, subject.config.model_type)
+        plan = plan_of(subject, chosen, tp=tp, pp=pp, schedule=schedule, sequence_parallel=sequence_parallel)
+    sizes = f"tp={tp} pp={pp}" + (f" {schedule}" if pp > 1 else "")
+    _print_table(("parameter", "shape", "split over tp", "bytes per rank", "stages"), plan_rows(plan), f"{plan.model}, {plan.policy}, {sizes}, {plan.parameters[0].dtype}")
+    _print_table(("rank", "pp", "tp", "stages", "parameters", "bytes"), rank_rows(plan), "Ranks of one copy of the model")
+
+
+@policy.command()
+def check(
+    name: Annotated[str, typer.Argument(help="An installed policy, or a YAML file.")],
+    model: Annotated[
+        Optional[str], typer.Option(help="Check with this model only: model type, folder or hub name.")  # noqa: UP045
+    ] = None,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size.")] = 2,
+    pp: Annotated[int, typer.Option(help="Pipeline-parallel size.")] = 2,
+) -> None:
+    """Match a policy with a tiny model of each model type that it serves.
+
+    Every rule must match, every parameter be claimed at most once, every size be divisible. Exit code: 0, or 1 if something does not fit.
+    """
+    with bad_input_ends():
+        from oslo_engine.policy.registry import find_policy, installed_names
+
+        if name not in installed_names() and not Path(name).is_file():
+            raise OsloError("no such policy", got=name, expected=f"a YAML file, or one of: {', '.join(installed_names())}")
+    try:
+        checked = find_policy(Path(name) if Path(name).is_file() else name, "")
+    except OsloError as error:
+        typer.echo(f"{name}: {error}")
+        raise typer.Exit(1) from None
+    failed = False
+    for kind in [model] if model else checked.models:
+        problem = _problem(checked, kind, tp, pp)
+        failed |= problem is not None
+        typer.echo(f"{kind}: ok" if problem is None else f"{kind}: {problem}")
+    raise typer.Exit(1 if failed else 0)
+
+
+def _problem(checked: Policy, kind: str, tp: int, pp: int) -> OsloError | None:
+    from oslo_engine.verify.planned import plan_of
+    from oslo_engine.verify.settings import Settings, Sizes
+    from oslo_engine.verify.subject import find_subject
+
+    try:
+        settings = Settings(tp=tp, pp=pp, policy=checked)
+        subject = find_subject(kind).shrunk(Sizes(), num_blocks=settings.num_blocks)
+        plan_of(subject, checked, tp=tp, pp=pp)
+    except OsloError as error:
+        return error
+    return None
+
+
+def _print_table(titles: tuple[str, ...], rows: Any, caption: str | None = None) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold", title=caption, title_justify="left")
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*map(str, row))
+    wide_console().print(table)
