@@ -1,8 +1,8 @@
 """Tensor parallelism beside its peers, on one machine: python -m benchmarks.tensor_parallel
 
-Systems: one process; oslo_engine at tp=2, with and without sequence parallelism; Transformers' own tp_plan at 2; DeepSpeed AutoTP at 2.
-Every rank is a process with one thread. All systems run in the same session, in turn (A B C A B C ...), so that a busy machine hits
-all of them alike.
+Systems: one process; oslo_engine at tp=2, with and without sequence parallelism; Transformers' own tp_plan at 2; DeepSpeed
+AutoTP at 2. Every rank is a process with one thread. All systems run in the same session, in turn (A B C A B C ...), so that a
+busy machine hits all of them alike.
 
 Figures, of a training step (forward, loss, backward; no optimizer), the largest over ranks:
   cpu s      CPU seconds of one rank, all its threads: the cost of the step, however many other things run
@@ -59,6 +59,15 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 RANKS = 2
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "DS_ACCELERATOR": "cpu",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 Step = Callable[[Any], float]
 
 
@@ -173,7 +182,9 @@ def resident_mib() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def run_rank(rank: int, system: str, shape: str, folder: str, store: str, options: argparse.Namespace, count: bool, results: Any) -> None:
+def run_rank(
+    rank: int, system: str, shape: str, folder: str, store: str, options: argparse.Namespace, count: bool, results: Any
+) -> None:
     try:
         results.put((rank, measure(rank, system, shape, folder, store, options, count)))
     except BaseException:
@@ -184,7 +195,9 @@ def measure(rank: int, system: str, shape: str, folder: str, store: str, options
     world, set_up = SYSTEMS[system]
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), LOCAL_SIZE=str(world))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), LOCAL_SIZE=str(world)
+    )
     import torch
     import torch.distributed as dist
     import transformers
@@ -194,13 +207,14 @@ def measure(rank: int, system: str, shape: str, folder: str, store: str, options
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     if "DeepSpeed" in system:
         import deepspeed  # noqa: F401  (its import is not the step's memory)
-    cls = getattr(transformers, SHAPES[shape][1])
-    cls.from_pretrained  # resolved: the modelling file is imported
+    cls = getattr(transformers, SHAPES[shape][1])  # imports the modelling file
     base, figures = resident_mib(), Figures()
     with PeakResident(base) as peak:
         step = set_up(cls, folder)
     figures.peak_loading_mib = peak.peak
-    ids = torch.randint(3, SHAPES[shape][2]["vocab_size"], (options.batch, options.seq), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        3, SHAPES[shape][2]["vocab_size"], (options.batch, options.seq), generator=torch.Generator().manual_seed(0)
+    )
     with PeakResident(base) as peak:
         step(ids[:, :16].contiguous())
         step(ids)
@@ -263,7 +277,9 @@ def save_model(shape: str, folder: str) -> None:
 
 def summarize(system: str, rounds: list[list[Figures]], half_cpu_s: float) -> dict[str, Any]:
     """Medians over steps and rounds of the slowest rank."""
-    cpu_s = statistics.median(max(rank.cpu_s[step] for rank in ranks) for ranks in rounds for step in range(len(ranks[0].cpu_s)))
+    cpu_s = statistics.median(
+        max(rank.cpu_s[step] for rank in ranks) for ranks in rounds for step in range(len(ranks[0].cpu_s))
+    )
     calls = rounds[0][0].collectives
     return {
         "system": system,
@@ -305,12 +321,11 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--json", type=Path, help="append the figures to this file, one JSON object a line")
     options = parser.parse_args()
-    for name, value in {
-        "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu",
-        "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false",
-    }.items():  # fmt: skip
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    prefixes = [prefix.strip() for prefix in options.systems.split(",")] if options.systems != ",".join(SYSTEMS) else list(SYSTEMS)
+    prefixes = (
+        [prefix.strip() for prefix in options.systems.split(",")] if options.systems != ",".join(SYSTEMS) else list(SYSTEMS)
+    )
     chosen = [system for system in SYSTEMS if any(system.startswith(prefix) for prefix in prefixes)]
     measured: dict[str, list[list[Figures]]] = {system: [] for system in chosen}
     errors: dict[str, str] = {}
@@ -331,7 +346,10 @@ def main() -> None:
                     print(f"round {round_number + 1}  {system}: {[round(cpu, 2) for cpu in result[0].cpu_s]} CPU s", flush=True)
     alone = measured.get("one process")
     half = summarize("one process", alone, 0)["cpu_s"] / 2 if alone else 0.0
-    rows = [summarize(system, rounds, half) if rounds else {"system": system, "error": errors[system]} for system, rounds in measured.items()]
+    rows = [
+        summarize(system, rounds, half) if rounds else {"system": system, "error": errors[system]}
+        for system, rounds in measured.items()
+    ]
     show(rows, f"{options.shape}, batch {options.batch} x {options.seq}, fp32, one thread a rank, tp={RANKS}")
     if options.json:
         import torch

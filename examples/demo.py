@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node=4 examples/demo.py            (or: make demo)
 
-Text: the source code of the Python that runs this. Two tensor-parallel ranks times two pipeline stages train with micro-batches; a
-fifth process trains the unsplit model from the same seed on the same batches. Written to ``demo-output/``: both loss curves, the
-timeline of one pipelined batch, a split checkpoint, and a merged one that plain transformers loads and continues a text with.
+Text: the source code of the Python that runs this. Two tensor-parallel ranks times two pipeline stages train with
+micro-batches; a fifth process trains the unsplit model from the same seed on the same batches. Written to ``demo-output/``:
+both loss curves, the timeline of one pipelined batch, a split checkpoint, and a merged one that plain transformers loads and
+continues a text with.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils import logging as transformers_logging
 
 import oslo_engine as oslo
 
@@ -38,6 +40,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--one-process", action="store_true", help="train the unsplit model (started by the demo itself)")
     options = parser.parse_args()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     if options.one_process:
         train_unsplit(options.output, options.steps)
     else:
@@ -107,7 +111,9 @@ def prepare_text(output: Path) -> None:
     text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
     tokens = torch.tensor(tokenizer.encode(text).ids)
     torch.save(tokens, output / "tokens.pt")
-    print(f"text: {len(files)} files, {len(text) / 2**20:.1f} MiB, {len(tokens):,} tokens of a vocabulary of {tokenizer.get_vocab_size():,}")
+    print(
+        f"text: {len(files)} files, {len(text) / 2**20:.1f} MiB; {len(tokens):,} tokens of {tokenizer.get_vocab_size():,} kinds"
+    )
 
 
 def config_for(output: Path) -> GPT2Config:

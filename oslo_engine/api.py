@@ -29,7 +29,8 @@ def parallelize(
 ) -> Model:
     """Split a model over the ranks of this job, in place.
 
-    The model stays a Transformers model of its class. Every rank keeps its own slice: ``model.parameters()`` is what lives here.
+    The model stays a Transformers model of its class. Every rank keeps its own slice: ``model.parameters()`` is what lives
+    here.
     Ranks beyond ``tp * pp`` are data parallel: wrap ``model.gpu_modules()`` in DistributedDataParallel over
     ``model.mpu.get_data_parallel_group()``.
 
@@ -37,8 +38,8 @@ def parallelize(
         model: whole and the same on every rank; in memory, or on ``meta`` (it stays there, with this rank's shapes).
         tp: tensor-parallel size, any number up to the attention heads.
         pp: pipeline-parallel size, up to the number of blocks.
-        policy: how the architecture may be split: None for the installed policy of ``model.config.model_type``, or a name, a path
-            to a YAML file, a Policy.
+        policy: how the architecture may be split: None for the installed policy of ``model.config.model_type``, or a name, a
+            path to a YAML file, a Policy.
         schedule: order of the pipeline: "gpipe", "1f1b", "interleaved", "zero-bubble" or "zero-bubble-v".
         micro_batch_size: rows of a micro-batch of the pipeline; ``model.set_micro_batch_size`` changes it.
         sequence_parallel: split activations between the tensor-parallel regions along the sequence, in training.
@@ -58,7 +59,7 @@ def parallelize(
         raise PlanError("this model is parallelized already", got=type(model).__name__)
     return assemble(
         model,
-        with_parallel_methods(type(model)),
+        with_parallel_methods(type(model)),  # type: ignore[arg-type]
         build_mesh(tp, pp),
         policy=policy,
         schedule=schedule,

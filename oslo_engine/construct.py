@@ -24,6 +24,7 @@ from oslo_engine.comm.mesh import Mesh, build_mesh
 from oslo_engine.errors import CheckpointError, UnsupportedError
 from oslo_engine.plan.plan import Plan
 from oslo_engine.rewrite.planning import plan_model
+from oslo_engine.rewrite.state import parallel_state
 from oslo_engine.topology import Coordinate, Topology
 
 logger = logging.getLogger(__name__)
@@ -62,8 +63,10 @@ def load_parallel(
         cls: a model class or an Auto class.
         path: a hub name, or a folder: an ordinary Transformers checkpoint, or one saved split at any layout.
         wrap: gives the parallel class of a model class.
-        tensor_parallel_size, pipeline_parallel_size, micro_batch_size, policy, schedule, sequence_parallel: see ``parallelize``.
-        resize_token_embeddings: new size of the vocabulary; new rows are what ``model.resize_token_embeddings`` would give them.
+        tensor_parallel_size, pipeline_parallel_size, micro_batch_size, policy, schedule, sequence_parallel: see
+            ``parallelize``.
+        resize_token_embeddings: new size of the vocabulary; new rows are what ``model.resize_token_embeddings`` would give
+            them.
         seed: of new rows, missing heads and dropout; by default torch's random state on rank 0.
         output_loading_info: also return which tensors were missing, unexpected or of another shape.
         kwargs: of ``from_pretrained``: ``dtype``, ``attn_implementation``, hub options, and attributes of the config.
@@ -81,7 +84,9 @@ def load_parallel(
         if kwargs.pop(name, None) is not None:
             raise UnsupportedError(f"{name} cannot be combined with loading a model split", got=name, hint=instead)
     if kwargs.pop("deployment", False):
-        raise UnsupportedError("the deployment launcher is not part of this version", got="deployment=True", hint="launch with torchrun")
+        raise UnsupportedError(
+            "the deployment launcher is not part of this version", got="deployment=True", hint="launch with torchrun"
+        )
     mesh = build_mesh(tensor_parallel_size, pipeline_parallel_size)
     hub = {name: kwargs.pop(name) for name in _HUB if name in kwargs}
     dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or "auto"
@@ -109,7 +114,7 @@ def load_parallel(
             sequence_parallel=sequence_parallel,
             seed=seed,
         )
-        plan = model._oslo.plan
+        plan = parallel_state(model).plan
         asked = None if dtype == "auto" else model.dtype
         rest = _only(plan, lambda names: not names & resized)
         report = load_weights(model, rest, mesh.at, source, mesh.device, asked, ignore_mismatched_sizes=ignore_mismatched)
@@ -140,8 +145,8 @@ def initialize_parallel(
 
     Args:
         config: unchanged.
-        seed: of the weights and dropout: the weights are those of ``torch.manual_seed(seed); cls._from_config(config)``. By default
-            torch's random state on rank 0.
+        seed: of the weights and dropout: the weights are those of ``torch.manual_seed(seed); cls._from_config(config)``. By
+            default torch's random state on rank 0.
         kwargs: of ``from_config``: ``dtype``, ``attn_implementation``.
 
     Returns:
@@ -172,7 +177,7 @@ def initialize_parallel(
             sequence_parallel=sequence_parallel,
             seed=seed,
         )
-        initialize_like_unsplit(model_class, config, model._oslo.plan, mesh.at, model, mesh.device, dtype)
+        initialize_like_unsplit(model_class, config, parallel_state(model).plan, mesh.at, model, mesh.device, dtype)
     return model
 
 
@@ -209,11 +214,15 @@ def _folder(path: str | Path, hub: dict[str, Any]) -> Path:
 
     options = {name: value for name, value in hub.items() if name != "subfolder"}
     try:
-        folder = Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors"], **options)) / hub.get("subfolder", "")
+        folder = Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors"], **options)) / hub.get(
+            "subfolder", ""
+        )
         if not any(folder.glob("*.safetensors")):
             snapshot_download(str(path), allow_patterns=["*.bin"], **options)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError("no such checkpoint", where=str(path), expected="a folder, or a name on the hub", got=str(error)) from None
+        raise CheckpointError(
+            "no such checkpoint", where=str(path), expected="a folder, or a name on the hub", got=str(error)
+        ) from None
     return folder
 
 
@@ -273,7 +282,10 @@ def _tell(report: LoadReport, folder: Path, model: nn.Module) -> None:
         logger.warning("%s: not used by %s: %s", folder, type(model).__name__, ", ".join(sorted(report.unexpected)))
     if report.uninitialized:
         logger.warning(
-            "%s: newly initialised in %s, train it before use: %s", folder, type(model).__name__, ", ".join(sorted(report.uninitialized))
+            "%s: newly initialised in %s, train it before use: %s",
+            folder,
+            type(model).__name__,
+            ", ".join(sorted(report.uninitialized)),
         )
 
 

@@ -43,9 +43,9 @@ class ParallelMethods(ParallelConstructors):
         """Groups, sizes and ranks on each axis, under Megatron's and DeepSpeed's names."""
         return ModelParallelUnit(self._parallel.mesh)
 
-    def gpu_modules(self) -> nn.Module:
+    def gpu_modules(self) -> PreTrainedModel:
         """What lives on this rank, to hand to DistributedDataParallel or DeepSpeed: the model itself."""
-        assert isinstance(self, nn.Module)
+        assert isinstance(self, PreTrainedModel)
         return self
 
     def gpu_parameters(self) -> Iterator[nn.Parameter]:
@@ -68,7 +68,7 @@ class ParallelMethods(ParallelConstructors):
 
         Communication: with data parallelism, gradients are averaged over dp at the end.
         """
-        return train_step(self, batch)
+        return train_step(self.gpu_modules(), batch)
 
     def save_pretrained_with_parallel(self, save_directory: Any, save_with_merging: bool = False, **kwargs: Any) -> None:
         """Save split (one file per rank, for any later layout), or merged (an ordinary Transformers checkpoint).
@@ -80,7 +80,7 @@ class ParallelMethods(ParallelConstructors):
 
         Communication: collective; every rank must call it.
         """
-        (save_merged if save_with_merging else save_split)(self, save_directory, **kwargs)
+        (save_merged if save_with_merging else save_split)(self.gpu_modules(), save_directory, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         if "_oslo" in self.__dict__ and self._parallel.plan.topology.tp * self._parallel.plan.topology.pp > 1:
@@ -102,7 +102,9 @@ class ParallelMethods(ParallelConstructors):
         """Transformers' ``generate``, on every rank at once: with the same inputs, and the same tokens on every rank."""
         program = self._parallel.program if "_oslo" in self.__dict__ else None
         if kwargs.get("assistant_model") is not None and "_oslo" in self.__dict__ and self._parallel.mesh.model.size > 1:
-            raise UnsupportedError("a split model cannot be assisted by another one", got="assistant_model", hint="leave it out")
+            raise UnsupportedError(
+                "a split model cannot be assisted by another one", got="assistant_model", hint="leave it out"
+            )
         with program.generating() if program is not None else nullcontext():
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 

@@ -50,7 +50,11 @@ def deal_evenly(count: int, ranks: int, *, what: str = "items") -> Deal:
     """
     if count < ranks:
         raise PlanError(
-            f"there are fewer {what} than tensor-parallel ranks", where=what, expected=f"at least {ranks}", got=str(count), hint=f"use tp <= {count}"
+            f"there are fewer {what} than tensor-parallel ranks",
+            where=what,
+            expected=f"at least {ranks}",
+            got=str(count),
+            hint=f"use tp <= {count}",
         )
     return _from_sizes(count, even_sizes(count, ranks))
 
@@ -147,7 +151,6 @@ class Shard:
             for span in spans:
                 (shared if span in seen else seen).add(span)
         return tuple(sorted(shared))
-
 
 
 def packed_shard(dim: int, parts: Sequence[tuple[Deal, int]]) -> Shard:

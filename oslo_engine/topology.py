@@ -84,7 +84,7 @@ class Topology:
         return (pp_rank * self.dp + dp_rank) * self.tp + tp_rank
 
     def groups(self, *axes: AxisName) -> list[list[int]]:
-        """Ranks that differ only on ``axes``: ``groups("tp")`` for one axis, ``groups("pp", "tp")`` for the model-parallel groups."""
+        """Ranks that differ only on ``axes``: ``groups("tp")``; ``groups("pp", "tp")`` for the model-parallel groups."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             at = self.coordinate(rank)

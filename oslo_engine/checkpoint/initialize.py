@@ -42,24 +42,24 @@ def initialize_like_unsplit(
     Raises:
         UnsupportedError: the constructor is not the same twice, or computes with whole parameters where only slices are left.
     """
-    tensors = iter(_tensors_by_registration(cls, config, plan, dtype))
+    tensors = _tensors_by_registration(cls, config, plan, dtype)
     shadow = ShadowExecution()
+    num_registered = 0
 
     def adopt(parameter: nn.Parameter) -> nn.Parameter:
-        try:
-            tensor = next(tensors)
-        except StopIteration:
-            raise UnsupportedError(
-                "the constructor makes other parameters the second time",
-                where=cls.__name__,
-                hint="build the model whole and parallelize it",
-            ) from None
+        nonlocal num_registered
+        num_registered += 1
+        tensor = tensors[num_registered - 1] if num_registered <= len(tensors) else None
+        if num_registered > len(tensors) or (tensor is not None and tensor.shape != tuple(parameter.shape)):
+            raise _not_the_same_twice(cls)
         if tensor is None or at.pp_rank not in plan.holders(tensor):
             return shadow.adopt(parameter, wanted=False)
         return shadow.adopt(parameter, wanted=True, keep=slice_of(tensor, at.tp_rank))
 
     with shadow, on_registration(adopt):
         built = cls._from_config(copy.deepcopy(config), **_given(dtype))
+    if num_registered != len(tensors):
+        raise _not_the_same_twice(cls)
     _take(built, shadow, plan, at, model, device, list(plan.held_by(at.pp_rank)))
 
 
@@ -135,7 +135,18 @@ def _tensors_by_registration(
     with torch.random.fork_rng(devices=[]), on_registration(record):
         skeleton = cls._from_config(copy.deepcopy(config), **_given(dtype))
     names = {id(parameter): name for name, parameter in skeleton.named_parameters(remove_duplicate=False)}
-    return [plan.tensor(names[id(parameter)]) if id(parameter) in names else None for parameter in registered]
+    try:
+        return [plan.tensor(names[id(parameter)]) if id(parameter) in names else None for parameter in registered]
+    except KeyError:
+        raise _not_the_same_twice(cls) from None
+
+
+def _not_the_same_twice(cls: type) -> UnsupportedError:
+    return UnsupportedError(
+        "the constructor makes other parameters the second time",
+        where=cls.__name__,
+        hint="build the model whole and call parallelize",
+    )
 
 
 def _given(dtype: torch.dtype | None) -> dict[str, torch.dtype]:

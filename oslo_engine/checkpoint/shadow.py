@@ -156,7 +156,7 @@ class ShadowExecution(TorchDispatchMode):
                 value = self._add(stand_in, None if parameter.is_meta else parameter.detach())
                 parameter = stand_in
             value.shape, value.stride = parameter.shape, parameter.stride()  # it may be a view of a result
-            value.is_parameter, value.wanted, value.keep = True, wanted, keep
+            value.is_parameter, value.wanted, value.keep = True, wanted, keep if wanted else None
             self._use(value)
             self._close_old()
         return parameter

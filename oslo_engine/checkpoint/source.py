@@ -99,11 +99,11 @@ def _from_index(index: Path) -> TensorSource:
             got=f"{type(error).__name__}: {error}",
         ) from None
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name or name == "..":
             raise CheckpointError(
                 "the index names a file outside its folder", where=str(index), expected="a plain file name", got=repr(name)
             )
-        if not (index.parent / name).exists():
+        if not (index.parent / name).is_file():
             raise CheckpointError(
                 "a file of the checkpoint is missing", where=str(index.parent / name), expected=f"listed in {index.name}"
             )

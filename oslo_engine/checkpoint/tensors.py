@@ -134,7 +134,9 @@ def load_pickled(path: Path) -> dict[str, Tensor]:
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ... for damaged files
         raise CheckpointError(
-            "cannot load a file of the checkpoint", where=str(path), got=f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            "cannot load a file of the checkpoint",
+            where=str(path),
+            got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
         ) from error
     if not isinstance(loaded, Mapping) or not all(isinstance(key, str) and isinstance(t, Tensor) for key, t in loaded.items()):
         raise CheckpointError("the file holds something else than named tensors", where=str(path), got=type(loaded).__name__)

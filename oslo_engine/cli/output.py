@@ -32,3 +32,10 @@ def wide_console() -> Console:
 
     console = Console()
     return console if console.is_terminal else Console(width=WIDTH)
+
+
+def quiet_transformers() -> None:
+    """What it says about tiny models and missing tokens is of no interest in a table."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()

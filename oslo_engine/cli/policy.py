@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from oslo_engine.cli.output import bad_input_ends, wide_console
+from oslo_engine.cli.output import bad_input_ends, quiet_transformers, wide_console
 from oslo_engine.errors import OsloError
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def show(
         from oslo_engine.verify.planned import plan_of
         from oslo_engine.verify.subject import find_subject
 
+        quiet_transformers()
         is_policy = policy is None and name in installed_names()
         subject = find_subject(installed_policy(name).models[0] if is_policy else name)
         chosen = installed_policy(name) if is_policy else find_policy(policy, subject.config.model_type)
@@ -88,6 +89,7 @@ def _problem(checked: Policy, kind: str, tp: int, pp: int) -> OsloError | None:
     from oslo_engine.verify.settings import Settings, Sizes
     from oslo_engine.verify.subject import find_subject
 
+    quiet_transformers()
     try:
         settings = Settings(tp=tp, pp=pp, policy=checked)
         subject = find_subject(kind).shrunk(Sizes(), num_blocks=settings.num_blocks)

@@ -1,8 +1,8 @@
 """Collectives with a gradient, over one axis of the mesh.
 
 ``f`` and ``g`` are the conjugate pair of Megatron-LM (arXiv 1909.08053, section 3): a replicated value enters a sharded region
-through ``copy_to`` (f) and the partial results leave it through ``reduce_from`` (g). On an axis of size 1 every function returns
-its input and communicates nothing.
+through ``copy_to`` (f) and the partial results leave it through ``reduce_from`` (g). On an axis of size 1 every function
+returns its input and communicates nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def split_to(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def gather_to(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Collect a tensor split along ``dim`` for a region where each rank computes a part: ``copy_to`` of a split activation.
 
-    Communication: forward one all-gather, backward one reduce-scatter of the whole on ``axis``. Inverse: ``reduce_scatter_from``.
+    Communication: forward one all-gather, backward one reduce-scatter of the whole on ``axis``. Inverse:
+        ``reduce_scatter_from``.
     Source: Korthikanti et al. (arXiv 2205.05198), section 4.2.
     """
     return x if axis.size == 1 else _GatherTo.apply(x, axis, dim)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from torch.distributed.constants import default_pg_timeout
 
 from oslo_engine.comm.collectives import Axis
@@ -44,8 +43,8 @@ class Mesh:
 def build_mesh(tp: int, pp: int) -> Mesh:
     """Create the groups for this world. Collective: every rank must call it with the same sizes.
 
-    ``torch.distributed`` is initialised from the launcher's environment (torchrun, deepspeed) where the script did not do it. With
-    tp == pp == 1 no process group is needed.
+    ``torch.distributed`` is initialised from the launcher's environment (torchrun, deepspeed) where the script did not do it.
+    With tp == pp == 1 no process group is needed.
 
     Raises:
         TopologyError: the sizes do not fit the world, or there is no launcher.
@@ -66,9 +65,7 @@ def build_mesh(tp: int, pp: int) -> Mesh:
     topology = Topology.from_world(dist.get_world_size(), tp=tp, pp=pp)
     at = topology.coordinate(dist.get_rank())
     device = _device()
-    device_mesh = dist.init_device_mesh(
-        device.type, tuple(topology.size(axis) for axis in AXES), mesh_dim_names=AXES
-    )
+    device_mesh = dist.init_device_mesh(device.type, tuple(topology.size(axis) for axis in AXES), mesh_dim_names=AXES)
     axes = {
         axis: Axis(axis, topology.size(axis), at.on(axis), device_mesh.get_group(axis) if topology.size(axis) > 1 else None)
         for axis in AXES

@@ -1,12 +1,12 @@
 """Random streams: which ranks draw the same dropout masks, and which draw different ones.
 
-Three levels, each forked from the one above by a number drawn from it, so that nothing has to be kept besides the ambient state of
-torch's generators:
+Three levels, each forked from the one above by a number drawn from it, so that nothing has to be kept besides the ambient state
+of torch's generators:
 
-* A *batch* stream per training forward, seeded from (seed, dp rank, step, micro-batch). It is the same on every tp rank, whatever the
-  user's own generators hold; replicated activations outside the blocks draw from it.
-* A *block* stream per block call of a pipeline. Every stage draws seeds for the blocks it does not run, too, so that two stages never
-  draw the same masks for different blocks.
+* A *batch* stream per training forward, seeded from (seed, dp rank, step, micro-batch). It is the same on every tp rank,
+  whatever the user's own generators hold; replicated activations outside the blocks draw from it.
+* A *block* stream per block call of a pipeline. Every stage draws seeds for the blocks it does not run, too, so that two stages
+  never draw the same masks for different blocks.
 * A *sharded* stream per tp rank inside a region, where each rank has other heads or features.
 
 Activation checkpointing restores the ambient state before it recomputes a block; the same forks follow, and the same masks.
@@ -51,7 +51,7 @@ class RandomStreams:
 
     @contextmanager
     def batch(self, micro_batch: int = 0) -> Iterator[None]:
-        """Run a training forward on the batch stream of (step, micro-batch); the user's generators are left as they were."""
+        """Run a training forward on the stream of (step, micro-batch); the user's generators are left as they were."""
         if not self.enabled:
             yield
             return
@@ -80,7 +80,7 @@ class RandomStreams:
 
     @contextmanager
     def common(self, what: str) -> Iterator[None]:
-        """Draw the same on every stage, whatever each has drawn before: something outside the blocks that several stages compute."""
+        """Draw the same on every stage, whatever each drew before: for what several stages compute outside the blocks."""
         if not self.enabled:
             yield
             return
@@ -106,7 +106,7 @@ class RandomStreams:
             self._ambient = None
 
     def draw(self) -> int:
-        """One number of the ambient stream, the same on every rank that shares it. Drawn on the host: no device is waited for."""
+        """One number of the ambient stream, equal on every rank that shares it. Drawn on the host: no device is waited for."""
         return int(torch.empty((), dtype=torch.int64).random_())
 
     def _generators(self) -> list[torch.Generator]:
@@ -128,14 +128,19 @@ class RandomStreams:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether a training forward of the model draws random numbers: some dropout probability, module or attribute, is above zero."""
+    """Whether a training forward draws random numbers: some dropout probability, of a module or attribute, is above zero."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             if module.p > 0:
                 return True
             continue
         for name, value in vars(module).items():
-            if ("drop" in name or name.endswith("noise")) and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+            if (
+                ("drop" in name or name.endswith("noise"))
+                and isinstance(value, (int, float))
+                and not isinstance(value, bool)
+                and value > 0
+            ):
                 return True
     return False
 

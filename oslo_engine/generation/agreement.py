@@ -1,8 +1,9 @@
 """One rank decides which token comes next.
 
-``generate`` runs on every rank. Ranks that each took their own argmax would part ways at a near-tie, and ranks of earlier pipeline
-stages hold no scores at all. So the last processor of the list replaces the scores: the deciding rank (tp rank 0 of the last stage)
-broadcasts token ids, and every rank goes on with scores that leave no other choice. Scores themselves do not travel.
+``generate`` runs on every rank. Ranks that each took their own argmax would part ways at a near-tie, and ranks of earlier
+pipeline stages hold no scores at all. So the last processor of the list replaces the scores: the deciding rank (tp rank 0 of
+the last stage) broadcasts token ids, and every rank goes on with scores that leave no other choice. Scores themselves do not
+travel.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class AgreeOnTokens(LogitsProcessor):
         self.sample = bool(config.do_sample)
         if self.beams > 1 and self.sample:
             raise UnsupportedError(
-                "beam search with sampling does not run on a split model", got=f"num_beams={self.beams}, do_sample=True",
+                "beam search with sampling does not run on a split model",
+                got=f"num_beams={self.beams}, do_sample=True",
                 hint="use one of the two",
             )
         eos = config.eos_token_id

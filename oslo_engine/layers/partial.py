@@ -1,9 +1,9 @@
 """Parameters whose gradient on one tp rank is only a part of the whole.
 
-Two kinds: uncut parameters used inside a region (norms of q and k), whose gradients all ranks add up; and parameters some entries of
-which several ranks hold (a KV head replicated because there are more ranks than KV heads), whose shared entries are added up. Both
-are read through an identity whose backward communicates, so every path of the gradient (accumulation, checkpointing,
-``autograd.grad``) gets the sum, and the parameter itself stays an ordinary leaf.
+Two kinds: uncut parameters used inside a region (norms of q and k), whose gradients all ranks add up; and parameters some
+entries of which several ranks hold (a KV head replicated because there are more ranks than KV heads), whose shared entries are
+added up. Both are read through an identity whose backward communicates, so every path of the gradient (accumulation,
+checkpointing, ``autograd.grad``) gets the sum, and the parameter itself stays an ordinary leaf.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _MIXINS: dict[str, type] = {}
 
 
 def sum_gradient(module: nn.Module, name: str, axis: Axis, shard: Shard | None = None) -> nn.Module:
-    """Read ``module.<name>`` so that its gradient is summed over the tp ranks (the shared entries only, where ``shard`` is given).
+    """Read ``module.<name>`` so that its gradient is summed over the tp ranks (the shared entries only, where ``shard`` is
+    given).
 
     Communication: backward one all-reduce of the parameter's size (of its shared entries) on tp.
     """

@@ -1,11 +1,13 @@
 """The two ends of a tensor-parallel region: the scope that replicated activations enter, the row layers they leave through.
 
-    hidden (replicated) -> copy_to -> column layers (each rank its heads) -> ... -> row layer -> reduce_from -> hidden (replicated)
+    hidden (replicated) -> copy_to -> column layers (each rank its heads) -> ... -> row layer -> reduce_from -> hidden
+    (replicated)
 
-Between the ends everything random is drawn from this rank's own stream. Column layers are the model's own modules with fewer rows.
+Between the ends everything random is drawn from this rank's own stream. Column layers are the model's own modules with fewer
+rows.
 
-With sequence parallelism the hidden states between regions are split along the sequence: the entry gathers them, the row layer sums
-and scatters. That is for training only: without gradients (evaluation, decoding one token) everything is replicated.
+With sequence parallelism the hidden states between regions are split along the sequence: the entry gathers them, the row layer
+sums and scatters. That is for training only: without gradients (evaluation, decoding one token) everything is replicated.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from oslo_engine.errors import BatchError
 from oslo_engine.layers.deferred import conv1d, linear
 from oslo_engine.layers.specialize import specialize
 
-
 _SEQUENCE = 1  # dimension of [batch, sequence, hidden]
 
 
@@ -34,15 +35,17 @@ class Entry:
     Args:
         axis: tp.
         streams: the rank's random streams.
-        inputs: (name, position) of the arguments that carry replicated activations. The first one carries the hidden states, which
-            are split along the sequence under sequence parallelism.
+        inputs: (name, position) of the arguments that carry replicated activations. The first one carries the hidden states,
+            which are split along the sequence under sequence parallelism.
         sequence_parallel: whether they are.
     """
 
     def __init__(self, axis: Axis, streams: RandomStreams, inputs: Sequence[tuple[str, int]], sequence_parallel: bool) -> None:
         self.axis, self.streams, self.inputs, self.sequence_parallel = axis, streams, tuple(inputs), sequence_parallel
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         entered, named = list(args), dict(kwargs)
         for index, (name, position) in enumerate(self.inputs):
             split = index == 0 and self.sequence_parallel and torch.is_grad_enabled()

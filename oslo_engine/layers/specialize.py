@@ -1,7 +1,7 @@
 """Giving one module instance a behaviour of its own without losing what it is.
 
-``isinstance``, ``repr``, state dict keys, hooks and deepcopy stay as they were: only the instance's class becomes a subclass of its
-class under the same name.
+``isinstance``, ``repr``, state dict keys, hooks and deepcopy stay as they were: only the instance's class becomes a subclass of
+its class under the same name.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def evaluate(program: ModelProgram, module: nn.Module, kwargs: Mapping[str, Any]
         kwargs: of the module's forward, the same on every rank.
 
     Returns:
-        What ``module`` returns for the whole batch, on every rank; its cache is the rank's own. While ``generate`` runs, the logits are
-        zeros except where the next token is chosen.
+        What ``module`` returns for the whole batch, on every rank; its cache is the rank's own. While ``generate`` runs, the
+        logits are zeros except where the next token is chosen.
 
     Raises:
         UnsupportedError: a cache is wanted but none is given.
@@ -63,7 +63,9 @@ def evaluate(program: ModelProgram, module: nn.Module, kwargs: Mapping[str, Any]
 
 def _micro_batches(program: ModelProgram, given: Mapping[str, Any], *, whole: bool) -> list[MicroBatch]:
     rows = max((leaf.shape[0] for leaf in pytree.tree_leaves(dict(given)) if isinstance(leaf, Tensor) and leaf.ndim), default=1)
-    micros = split_batch({name: v for name, v in given.items() if not isinstance(v, Cache)}, rows if whole else program.state.micro_batch_size)
+    micros = split_batch(
+        {name: v for name, v in given.items() if not isinstance(v, Cache)}, rows if whole else program.state.micro_batch_size
+    )
     if whole:
         only = micros[0]
         return [MicroBatch(only.index, dict(given), only.weight, only.signature)]
@@ -115,7 +117,9 @@ def _share(output: Any, axis: Axis, source: int, cache: Cache | None, *, keep_te
             for leaf in leaves
         ]
         box = [pytree.tree_unflatten(described, structure)]
-    dist.broadcast_object_list(box, group=axis.group, group_src=source, device=torch.device("cpu") if device.type == "cpu" else device)
+    dist.broadcast_object_list(
+        box, group=axis.group, group_src=source, device=torch.device("cpu") if device.type == "cpu" else device
+    )
     leaves, structure = pytree.tree_flatten(box[0])
     received = iter(tensors)
     filled: list[Any] = []
@@ -125,9 +129,13 @@ def _share(output: Any, axis: Axis, source: int, cache: Cache | None, *, keep_te
         elif not isinstance(leaf, _Described):
             filled.append(leaf)
         elif keep_tensors:
-            tensor = next(received).contiguous() if axis.rank == source else torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+            tensor = (
+                next(received).contiguous() if axis.rank == source else torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+            )
             dist.broadcast(tensor, group=axis.group, group_src=source)
             filled.append(tensor)
         else:
-            filled.append(next(received) if axis.rank == source else torch.zeros((), dtype=leaf.dtype, device=device).expand(leaf.shape))
+            filled.append(
+                next(received) if axis.rank == source else torch.zeros((), dtype=leaf.dtype, device=device).expand(leaf.shape)
+            )
     return pytree.tree_unflatten(filled, structure)

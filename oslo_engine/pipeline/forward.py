@@ -22,8 +22,8 @@ def run_forward(model: nn.Module, original: Callable[..., Any], args: tuple[Any,
         original: the forward of its class, unbound.
 
     Returns:
-        Without a pipeline what ``original`` returns; with one a ``PipelineLoop`` where gradients are wanted, else the outputs of the
-        whole batch on every rank.
+        Without a pipeline what ``original`` returns; with one a ``PipelineLoop`` where gradients are wanted, else the outputs
+        of the whole batch on every rank.
     """
     state = parallel_state(model)
     if state.program is not None and state.switch.current is None:
@@ -43,7 +43,9 @@ def train_step(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     else:
         whole = model(**batch).loss
         if whole is None:
-            raise BatchError("a batch without labels cannot be trained on", got=", ".join(sorted(batch)), hint="pass labels=...")
+            raise BatchError(
+                "a batch without labels cannot be trained on", got=", ".join(sorted(batch)), hint="pass labels=..."
+            )
         whole.backward()
         loss = whole.detach()
     if state.mesh.dp.size > 1:

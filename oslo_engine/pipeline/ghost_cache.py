@@ -1,8 +1,8 @@
 """Key/value caches on stages that do not run all blocks.
 
-``generate`` and the models read lengths from any layer of a cache (usually the first) and reorder, crop and repeat all of them. The
-layers of other stages' blocks therefore get keys and values too: of the right length, one head and one feature wide, so that all the
-bookkeeping of every cache class stays true at a cost of one number a token.
+``generate`` and the models read lengths from any layer of a cache (usually the first) and reorder, crop and repeat all of them.
+The layers of other stages' blocks therefore get keys and values too: of the right length, one head and one feature wide, so
+that all the bookkeeping of every cache class stays true at a cost of one number a token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def feed_ghost(block: nn.Module, hidden: Tensor, cache: Cache) -> None:
         hidden: its input, [batch, new tokens, hidden].
         cache: changed in place.
     """
-    layer = next((m.layer_idx for m in block.modules() if isinstance(getattr(m, "layer_idx", None), int)), None)
+    numbers = (getattr(module, "layer_idx", None) for module in block.modules())
+    layer: int | None = next((number for number in numbers if isinstance(number, int)), None)
     if layer is None:
         return
     ghost = torch.zeros(hidden.shape[0], 1, hidden.shape[1], 1, dtype=hidden.dtype, device=hidden.device)
@@ -51,11 +52,11 @@ _MIRRORED = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_i
 def caches_of_stages(cache: Cache, stages: Sequence[int]) -> dict[int, Cache]:
     """The cache that each stage of this rank works on: the given one for the first, a copy of its own for any other.
 
-    Two stages of one rank run the same forward one after the other, and each must find all layers as they were before it. Changes
-    that ``generate`` makes to the given cache between steps (beams, cropping) reach the copies too.
+    Two stages of one rank run the same forward one after the other, and each must find all layers as they were before it.
+    Changes that ``generate`` makes to the given cache between steps (beams, cropping) reach the copies too.
     """
     if len(stages) > 1 and "_oslo_copies" not in cache.__dict__:
-        cache._oslo_copies = {stage: copy.deepcopy(cache) for stage in stages[1:]}
+        cache.__dict__["_oslo_copies"] = {stage: copy.deepcopy(cache) for stage in stages[1:]}
         for name in _MIRRORED:
             if hasattr(cache, name):
                 setattr(cache, name, functools.partial(_everywhere, cache, name))

@@ -131,8 +131,7 @@ class LoopDriver:
         self._run: BatchRun | None = None
         self._starts: dict[int, int] = {}  # index of the first backward, by micro-batch
         self._iterated = self._finished = False
-        self._current = -1  # the micro-batch that was yielded last
-        self._num_backwards = 0
+        self._num_backwards = 0  # of micro-batches 0, 1, ...: the next one is not handed out before
 
     def iterate(self, anchor: Tensor) -> Iterator[MicroOutput]:
         if self._iterated:
@@ -149,7 +148,6 @@ class LoopDriver:
             for index in range(len(self.micros)):
                 run.advance(self._starts[index])
                 loss = run.loss(index)
-                self._current = index
                 with torch.enable_grad():
                     link = anchor if index == last else torch.zeros((), device=loss.device, requires_grad=True)
                     loss = _Loss.apply(self, index, loss, link)
@@ -169,8 +167,6 @@ class LoopDriver:
             raise self._misuse(f"backward of micro-batch {index} after its batch was left", None)
         if index < self._num_backwards:
             raise self._misuse(f"backward of micro-batch {index} was called twice", "one backward for each micro-batch")
-        if index != self._current:
-            raise self._misuse(f"backward of micro-batch {index} while {self._current} is the current one", None)
         run.loss_gradients[index] = gradient
         self._num_backwards = index + 1
         if index < len(self.micros) - 1:

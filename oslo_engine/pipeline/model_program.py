@@ -109,7 +109,7 @@ class ModelProgram:
             self.decoding = before
 
     def callable_part(self, module: nn.Module) -> Callable[..., Any]:
-        """A part of the model that can be called by itself, over the stages that hold its blocks (the encoder, in ``generate``)."""
+        """A part of the model to be called by itself, over the stages that hold its blocks: the encoder, in ``generate``."""
 
         @functools.wraps(module.forward)
         def call(**kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ class ModelProgram:
                         "this call needs a parameter on a stage that does not hold it",
                         where=f"{name}, stage {stage}",
                         expected=f"use on stages {tensor.stages}",
-                        hint="the stages were planned for training and generation with ordinary arguments; use pp=1 for this call",
+                        hint="stages are planned for training and generation with ordinary arguments; use pp=1 for this call",
                     )
 
 

@@ -25,8 +25,8 @@ class StageDone(Exception):
 class StageRun:
     """Answers every call of a switchable module during one forward of one stage.
 
-    A block of an earlier stage returns what was received of it, and zeros for what nobody needs; this stage's blocks run; the last of
-    them ends the forward. A module outside the blocks runs if this stage needs it; otherwise it answers zeros.
+    A block of an earlier stage returns what was received of it, and zeros for what nobody needs; this stage's blocks run; the
+    last of them ends the forward. A module outside the blocks runs if this stage needs it; otherwise it answers zeros.
 
     Args:
         model: this rank's.
@@ -36,7 +36,13 @@ class StageRun:
     """
 
     def __init__(
-        self, model: nn.Module, twin: nn.Module, flow: DataFlow, stage: int, received: tuple[Tensor, ...], streams: RandomStreams
+        self,
+        model: nn.Module,
+        twin: nn.Module,
+        flow: DataFlow,
+        stage: int,
+        received: tuple[Tensor, ...],
+        streams: RandomStreams,
     ) -> None:
         self.model, self.twin, self.flow, self.stage, self.streams = model, twin, flow, stage, streams
         self.values: dict[Value, Tensor] = dict(zip(flow.carried[stage], received, strict=True))
@@ -47,7 +53,9 @@ class StageRun:
         self.drawn_alike = {(draw.module, draw.nth) for draw in flow.random_in_several_stages}
         self.counts: Counter[str] = Counter()
 
-    def __call__(self, name: str, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, name: str, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         nth = self.counts[name]
         self.counts[name] += 1
         number = self.numbers.get(Call(name, nth))
@@ -141,7 +149,9 @@ def _zeros(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     on_meta = pytree.tree_map_only(Tensor, lambda leaf: leaf.to("meta"), (args, kwargs))
     with torch.no_grad():
         output = twin(*on_meta[0], **on_meta[1])
-    return pytree.tree_map_only(Tensor, lambda leaf: torch.zeros((), dtype=leaf.dtype, device=device).expand(leaf.shape), output)
+    return pytree.tree_map_only(
+        Tensor, lambda leaf: torch.zeros((), dtype=leaf.dtype, device=device).expand(leaf.shape), output
+    )
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -29,6 +29,7 @@ _NAMES = {
     ActionKind.BACKWARD_INPUT: "backward of inputs",
     ActionKind.BACKWARD_WEIGHT: "backward of weights",
 }
+_NARROW = 0.01  # share of the picture's width below which a box has no room for its number
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def _synchronize(device: torch.device) -> None:
 def draw_timeline(events: Sequence[Sequence[Event]], file: str | Path | None = None) -> Figure:
     """Draw one row per rank, with a box for every computation, labelled by its micro-batch; the axis is in milliseconds.
 
-    Stages after the first on a rank have darker edges.
+    Boxes of stages after the first on a rank have dark edges; boxes too narrow for their label have none.
 
     Args:
         events: what each rank's ``runtime.timeline`` held, gathered, by pp rank.
@@ -76,6 +77,7 @@ def draw_timeline(events: Sequence[Sequence[Event]], file: str | Path | None = N
         raise MissingDependencyError("drawing a timeline needs matplotlib", hint="pip install 'oslo-engine[plot]'") from error
 
     start_s = min((event.start_s for row in events for event in row), default=0.0)
+    total_ms = (max((event.end_s for row in events for event in row), default=0.0) - start_s) * 1e3
     figure = Figure(figsize=(12, 0.6 * len(events) + 1.4), layout="constrained")
     axes = figure.add_subplot()
     for rank, row in enumerate(events):
@@ -84,10 +86,12 @@ def draw_timeline(events: Sequence[Sequence[Event]], file: str | Path | None = N
             left_ms, width_ms = (event.start_s - start_s) * 1e3, (event.end_s - event.start_s) * 1e3
             edge = "black" if event.stage > first_stage else "white"
             axes.barh(rank, width_ms, left=left_ms, height=0.85, color=_COLOURS[event.kind], edgecolor=edge, linewidth=0.8)
-            axes.text(left_ms + width_ms / 2, rank, str(event.micro), ha="center", va="center", fontsize=7)
+            if width_ms > _NARROW * total_ms:
+                axes.text(left_ms + width_ms / 2, rank, str(event.micro), ha="center", va="center", fontsize=7)
     axes.set_yticks(range(len(events)), [f"rank {rank}" for rank in range(len(events))])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
+    axes.margins(x=0)
     kinds = [kind for kind in _NAMES if any(event.kind is kind for row in events for event in row)]
     axes.legend(
         handles=[Patch(color=_COLOURS[kind], label=_NAMES[kind]) for kind in kinds],

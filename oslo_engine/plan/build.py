@@ -58,7 +58,8 @@ def build_plan(
         if len(shards) > 1:
             raise PlanError("tied parameters must be cut alike", where=", ".join(names))
         shard = shards.pop()
-        # Uncut parameters see only this rank's heads inside a region, only its tokens anywhere in a block that splits the sequence.
+        # Uncut parameters see only this rank's heads inside a region, only its tokens anywhere in a block that splits the
+        # sequence.
         partial = (
             topology.tp > 1
             and shard is None
@@ -69,7 +70,11 @@ def build_plan(
                 for name in names
             )
         )
-        stages = tuple(range(num_stages)) if is_buffer and not any(_block_of(n, stages_of_block) for n in names) else stages_of(names)
+        stages = (
+            tuple(range(num_stages))
+            if is_buffer and not any(_block_of(n, stages_of_block) for n in names)
+            else stages_of(names)
+        )
         tensors.append(
             TensorPlan(
                 name=names[0],

@@ -42,7 +42,9 @@ def evaluate(expression: str, lookup: Callable[[str], int], *, where: str) -> in
                 return left - right
             if isinstance(node.op, ast.Div):
                 if right == 0 or left % right:
-                    raise PolicyError(f"{expression!r} does not divide", where=where, expected="no remainder", got=f"{left} / {right}")
+                    raise PolicyError(
+                        f"{expression!r} does not divide", where=where, expected="no remainder", got=f"{left} / {right}"
+                    )
                 return left // right
         raise PolicyError(f"{expression!r} is not an expression", where=where, expected="names, whole numbers and * / + -")
 

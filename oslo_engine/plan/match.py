@@ -98,7 +98,9 @@ class _Matcher:
         for name, unit in units.items():
             if unit.per is not None:
                 if unit.per not in units:
-                    raise PolicyError(f"unknown unit {unit.per!r}", where=self.policy.where("units", name), expected=", ".join(units))
+                    raise PolicyError(
+                        f"unknown unit {unit.per!r}", where=self.policy.where("units", name), expected=", ".join(units)
+                    )
                 what = f"{unit.count} of {type(self.model).__name__}"
                 deals[name], deals[unit.per] = deal_groups(self._count(name), self._count(unit.per), self.tp, what=what)
             elif name not in shared:
@@ -145,7 +147,9 @@ class _Matcher:
             self._check_all_matched(name, region)
 
     def _match_anchor(self, name: str, region: Region, anchor: str) -> None:
-        inside = lambda pattern: self._expand(f"{anchor}.{pattern}" if pattern else anchor)  # noqa: E731
+        def inside(pattern: str) -> tuple[str, ...]:
+            return self._expand(f"{anchor}.{pattern}" if pattern else anchor)
+
         columns: list[str] = []
         rows: list[str] = []
         features: dict[str, int] = {}
@@ -193,7 +197,7 @@ class _Matcher:
     def _cut_columns(self, module_name: str, units: tuple[str, ...], where: str) -> int:
         module = self.modules[module_name]
         out_dim = self._linear_dims(module, module_name, where)[1]
-        shard = self._shard(module.weight.shape, out_dim, units, where)
+        shard = self._shard(_shape(module), out_dim, units, where)
         self._claim(f"{module_name}.weight", shard, where)
         if module.bias is not None:
             self._claim(f"{module_name}.bias", Shard(0, shard.size, shard.spans), where)
@@ -202,7 +206,7 @@ class _Matcher:
     def _cut_rows(self, module_name: str, unit: str, where: str) -> int:
         module = self.modules[module_name]
         in_dim = self._linear_dims(module, module_name, where)[0]
-        shard = self._shard(module.weight.shape, in_dim, (unit,), where)
+        shard = self._shard(_shape(module), in_dim, (unit,), where)
         self._claim(f"{module_name}.weight", shard, where)
         return shard.size if unit == FEATURE else 0
 
@@ -213,7 +217,9 @@ class _Matcher:
         if isinstance(module, nn.Linear):
             return 1, 0
         raise PolicyError(
-            "only Linear and Conv1D modules can be cut by columns or rows", where=where, got=f"{module_name}: {type(module).__name__}"
+            "only Linear and Conv1D modules can be cut by columns or rows",
+            where=where,
+            got=f"{module_name}: {type(module).__name__}",
         )
 
     def _shard(self, shape: tuple[int, ...], dim: int, units: tuple[str, ...], where: str) -> Shard:
@@ -261,7 +267,8 @@ class _Matcher:
             for pattern in rules:
                 if (name, kind, pattern) not in self.matched:
                     raise PolicyError(
-                        f"rule {pattern!r} matches nothing in any block", where=self.policy.where("regions", name, kind, pattern)
+                        f"rule {pattern!r} matches nothing in any block",
+                        where=self.policy.where("regions", name, kind, pattern),
                     )
 
     # -- vocabulary
@@ -296,7 +303,11 @@ class _Matcher:
     def _cut_vocabulary(self, module_name: str, where: str) -> tuple[int, ...]:
         module = self.modules[module_name]
         if not isinstance(module, (nn.Embedding, nn.Linear)):
-            raise PolicyError("only Embedding and Linear modules hold a vocabulary", where=where, got=f"{module_name}: {type(module).__name__}")
+            raise PolicyError(
+                "only Embedding and Linear modules hold a vocabulary",
+                where=where,
+                got=f"{module_name}: {type(module).__name__}",
+            )
         shard = self._vocabulary_shard(module.weight.shape[0])
         self._claim(f"{module_name}.weight", shard, where)
         if getattr(module, "bias", None) is not None:
@@ -310,7 +321,12 @@ class _Matcher:
 
     def _claim(self, parameter: str, shard: Shard, where: str) -> None:
         if parameter in self.found.shards:
-            raise PolicyError("a parameter is cut by two rules", where=where, got=parameter, expected=f"only {self.found.claimed_by[parameter]}")
+            raise PolicyError(
+                "a parameter is cut by two rules",
+                where=where,
+                got=parameter,
+                expected=f"only {self.found.claimed_by[parameter]}",
+            )
         self.found.shards[parameter] = shard
         self.found.claimed_by[parameter] = where
 
@@ -331,3 +347,5 @@ class _Matcher:
                 )
 
 
+def _shape(module: nn.Module) -> tuple[int, ...]:
+    return tuple(module.get_parameter("weight").shape)

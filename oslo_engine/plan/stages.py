@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from oslo_engine.errors import PlanError
 
 
-def assign_stages(costs: Sequence[float], num_stages: int, *, last_cost: float = 0.0, what: str = "the model") -> tuple[int, ...]:
+def assign_stages(
+    costs: Sequence[float], num_stages: int, *, last_cost: float = 0.0, what: str = "the model"
+) -> tuple[int, ...]:
     """Cut a sequence of block calls into contiguous stages so that the dearest stage is as cheap as possible.
 
     Args:

@@ -65,7 +65,9 @@ def _read(path: Path) -> tuple[dict[str, Any], Lines]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        raise PolicyError("the policy file is not YAML", where=f"{path}{line}", got=str(getattr(error, "problem", error))) from None
+        raise PolicyError(
+            "the policy file is not YAML", where=f"{path}{line}", got=str(getattr(error, "problem", error))
+        ) from None
     if not isinstance(node, yaml.MappingNode):
         raise PolicyError("the policy file must hold a mapping", where=f"{path}:1", got=type(node).__name__)
     lines: Lines = {"": f"{path}:1"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,9 +64,7 @@ def apply_plan(
     if plan.sequence_parallel and plan.topology.tp > 1:
         for _, blocks in plan.stacks:
             for block in blocks:
-                sequence_block(
-                    model.get_submodule(block), mesh.tp, streams, first=block == blocks[0], last=block == blocks[-1]
-                )
+                sequence_block(model.get_submodule(block), mesh.tp, streams, first=block == blocks[0], last=block == blocks[-1])
     state = ParallelState(plan, mesh, streams, switch)
     model.__class__ = parallel_class
     model.__dict__["_oslo"] = state
@@ -109,11 +108,11 @@ def _once(model: nn.Module, named: Sequence[tuple[str, tuple[int, ...]]]) -> lis
 
 def _update_features(module: nn.Module) -> nn.Module:
     """Let the module's size attributes say what its weight now is."""
-    weight = module.weight
+    shape = tuple(module.get_parameter("weight").shape)
     if isinstance(module, nn.Linear):
-        module.out_features, module.in_features = weight.shape
+        module.out_features, module.in_features = shape
     elif isinstance(module, Conv1D):
-        module.nx, module.nf = weight.shape
+        module.nx, module.nf = shape
     return module
 
 
@@ -129,7 +128,7 @@ def _place_tensors(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> None:
         for alias in tensor.aliases:
             path, _, leaf = alias.rpartition(".")
             module = owners[path]
-            table = module._buffers if tensor.is_buffer else module._parameters
+            table: dict[str, Any] = module._buffers if tensor.is_buffer else module._parameters
             if local is None:
                 local = _local(table.get(leaf, None), tensor, mesh, held)
             if held:
@@ -154,5 +153,3 @@ def _local(whole: Tensor | None, tensor: TensorPlan, mesh: Mesh, held: bool) -> 
     parameter = nn.Parameter(local, requires_grad=whole.requires_grad)
     parameter.__dict__.update({key: value for key, value in vars(whole).items() if key not in ("_is_hf_initialized",)})
     return parameter
-
-

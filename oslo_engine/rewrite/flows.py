@@ -1,11 +1,12 @@
 """The data flows of one model: one recording for every kind of call, made when it first comes up.
 
-Which block values a stage needs can depend on which arguments a call has (labels, a cache, encoder outputs). So the model's twin on
-``meta`` is recorded once for each combination, at a small size; the cuts stay where the plan put them.
+Which block values a stage needs can depend on which arguments a call has (labels, a cache, encoder outputs). So the model's
+twin on ``meta`` is recorded once for each combination, at a small size; the cuts stay where the plan put them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -126,7 +127,7 @@ def small_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Cache):
             small["use_cache"] = True
         else:
-            small[name] = pytree.tree_map_only(Tensor, lambda tensor, name=name: _small(name, tensor), value)
+            small[name] = pytree.tree_map_only(Tensor, functools.partial(_small, name), value)
     small.setdefault("use_cache", False)
     return small
 

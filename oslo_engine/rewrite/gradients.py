@@ -14,9 +14,11 @@ from oslo_engine.rewrite.state import ParallelState, parallel_state
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
-    """Scale all gradients so that their norm is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does for the whole model.
+    """Scale all gradients so that their norm is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does for the whole
+    model.
 
-    Every gradient entry of the unsplit model counts once: slices on the ranks that hold them, replicated and tied parameters and
+    Every gradient entry of the unsplit model counts once: slices on the ranks that hold them, replicated and tied parameters
+        and
     replicated KV heads on one holder.
 
     Args:
@@ -98,6 +100,6 @@ def _pieces(grad: Tensor, tensor: TensorPlan, tp_rank: int) -> Iterator[Tensor]:
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    while "_oslo" not in model.__dict__ and isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module
+    while "_oslo" not in model.__dict__ and isinstance(inner := getattr(model, "module", None), nn.Module):
+        model = inner
     return model

@@ -46,5 +46,9 @@ def parallel_state(model: nn.Module) -> ParallelState:
     """
     state = model.__dict__.get("_oslo")
     if state is None:
-        raise PlanError("this model is not parallelized", got=type(model).__name__, hint="call oslo.parallelize(model, tp=..., pp=...) first")
+        raise PlanError(
+            "this model is not parallelized",
+            got=type(model).__name__,
+            hint="call oslo.parallelize(model, tp=..., pp=...) first",
+        )
     return state

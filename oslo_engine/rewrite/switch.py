@@ -1,7 +1,8 @@
 """Modules whose calls a pipeline stage may answer in their place.
 
-While no stage runs, a switchable module is what it was. While one runs, its calls are handed to ``switch.current``, which runs it,
-answers for it, or ends the forward. ``__call__`` is replaced, not ``forward``: activation checkpointing enters ``forward`` again.
+While no stage runs, a switchable module is what it was. While one runs, its calls are handed to ``switch.current``, which runs
+it, answers for it, or ends the forward. ``__call__`` is replaced, not ``forward``: activation checkpointing enters ``forward``
+again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from oslo_engine.layers.specialize import specialize
 
 
 class CallHandler(Protocol):
-    def __call__(self, name: str, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, name: str, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Answer a call of the module ``name``; ``run()`` is the module's own answer."""
 
 
@@ -45,7 +48,7 @@ class _Switchable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler = self._oslo_switch.current
-        run = lambda: super(_Switchable, self).__call__(*args, **kwargs)  # noqa: E731
+        run = lambda: super(_Switchable, self).__call__(*args, **kwargs)  # type: ignore[misc]  # noqa: E731
         return run() if handler is None else handler(self._oslo_name, self, run, args, kwargs)  # type: ignore[arg-type]
 
 

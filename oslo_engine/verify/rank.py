@@ -69,7 +69,7 @@ def _quiet() -> None:
 
 def _join(task: Task, rank: int) -> None:
     torch.set_num_threads(1)
-    seed_everything(task.settings.seed)
+    seed_everything(task.settings.seed, rank)
     if task.settings.num_ranks == 1:
         return
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"

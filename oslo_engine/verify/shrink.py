@@ -144,7 +144,7 @@ class _Changes:
             elif isinstance(value, (list, tuple)) and len(value) == self.old_layers:
                 changed[name] = _each_kind(value, self.layers)
             elif isinstance(value, dict) and name.startswith("rope"):
-                changed[name] = _cut_factors(value, self.head_size, self.old_head_size or 0)
+                changed[name] = _small_rope(value, self.head_size, self.old_head_size or 0)
         return {**changed, **_special_tokens(self.given, vocab)}
 
     def requested(self) -> dict[str, Any]:
@@ -189,13 +189,17 @@ def _each_kind(values: Iterable[Any], count: int) -> list[Any]:
     return [kinds[at % len(kinds)] for at in range(count)]
 
 
-def _cut_factors(rope: Mapping[str, Any], head_size: int, old_head_size: int) -> dict[str, Any]:
-    """Rotary parameters with one factor per frequency get as many as there are now."""
-    cut = {}
+def _small_rope(rope: Mapping[str, Any], head_size: int, old_head_size: int) -> dict[str, Any]:
+    """Rotary parameters: one factor per frequency where there are such, positions fewer than the model's; one level of nesting."""
+    small = {}
     for name, value in rope.items():
-        factors = name.endswith("_factor") and isinstance(value, list) and old_head_size
-        cut[name] = value[: len(value) * head_size // old_head_size] if factors else value
-    return cut
+        if isinstance(value, dict):
+            small[name] = _small_rope(value, head_size, old_head_size)
+        elif isinstance(value, list) and name.endswith("_factor") and old_head_size:
+            small[name] = value[: len(value) * head_size // old_head_size]
+        else:
+            small[name] = POSITIONS // 2 if name == "original_max_position_embeddings" else value
+    return small
 
 
 def _special_tokens(given: Mapping[str, Any], vocab: int) -> dict[str, Any]:

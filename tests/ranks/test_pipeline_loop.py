@@ -201,12 +201,16 @@ def leave_data_parallel() -> None:
     groups = [dist.new_group([stage, stage + pp]) for stage in range(pp)]
     wrapped = DistributedDataParallel(pipe, process_group=groups[rank % pp])
     expected = reference(whole, BATCH)[1]
+
+    def leave() -> None:
+        for micro in wrapped(**BATCH):
+            micro.loss.backward()
+            if micro.index == 1:
+                break
+
     for _ in range(2):
         with pytest.warns(UserWarning, match="left after 2 of 4"):
-            for micro in wrapped(**BATCH):
-                micro.loss.backward()
-                if micro.index == 1:
-                    break
+            leave()
         with torch.no_grad():
             wrapped(**BATCH)
         for micro in wrapped(**BATCH):

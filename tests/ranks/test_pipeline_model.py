@@ -72,7 +72,12 @@ def placement() -> dict[str, Any]:
 
 
 def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
-    return [value for part in module.modules() for value in (*part._parameters.values(), vars(part).get("weight")) if value is not None]
+    return [
+        value
+        for part in module.modules()
+        for value in (*part._parameters.values(), vars(part).get("weight"))
+        if value is not None
+    ]
 
 
 def test_what_a_stage_does_not_need_is_on_meta_and_no_parameter(rank_pool) -> None:

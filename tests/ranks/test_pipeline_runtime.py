@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from oslo_engine.layers import deferred
 from oslo_engine.pipeline.micro_batch import split_batch
 from oslo_engine.pipeline.orders import SCHEDULES, ActionKind
 from oslo_engine.pipeline.timeline import Event
+from rank_pool import RankFailure, RankPool
 from toy_pipeline import (
     HIDDEN,
     VOCAB,
@@ -460,3 +462,24 @@ def test_rank_that_does_not_come_is_an_error_after_the_timeout_of_the_group(rank
     message, _ = rank_pool(2).run(wait_for_a_rank_that_does_not_come)
     assert "a pipeline rank does not answer" in message
     assert "pp rank 0" in message
+
+
+def die_in_the_middle() -> None:
+    pipe = toy_pipeline("1f1b", timeout_s=60)
+    for micro in pipe(**batch_of(6, 4)):
+        if dist.get_rank() == 1 and micro.index == 1:
+            os._exit(7)
+        micro.loss.backward()
+
+
+def test_rank_that_dies_is_an_error_on_the_others_at_once() -> None:
+    pool = RankPool(2, grace_s=5)
+    start_s = time.monotonic()
+    try:
+        with pytest.raises(RankFailure) as caught:
+            pool.run(die_in_the_middle)
+    finally:
+        pool.kill()
+    assert time.monotonic() - start_s < 30, "the timeout of the groups is a minute"
+    assert "rank 1: died with exit code 7" in str(caught.value)
+    assert "PipelineError: a pipeline rank does not answer" in str(caught.value)

@@ -44,7 +44,8 @@ def test_a_llama_step_makes_four_all_reduces_a_layer_and_three_for_the_loss(rank
         number, sent_bytes = calls["allreduce"]
         hidden = ROWS * LENGTH * small_models.HIDDEN * 4
         positions = ROWS * LENGTH * 4
-        # 2 forward and 2 backward a layer, the embedding's output, the head's input; the loss: maximum, sum of exponents, target.
+        # 2 forward and 2 backward a layer, the embedding's output, the head's input; the loss: maximum, sum of exponents,
+        # target.
         assert number == 4 * layers + 2 + 3
         assert abs(sent_bytes - (50 * hidden + 3 * positions)) <= 3 * ROWS * 4  # the last position has no target
 

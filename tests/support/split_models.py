@@ -84,7 +84,17 @@ def whole_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0,
     return model.eval()
 
 
+_PLANS: dict[Any, Plan] = {}
+
+
 def plan_of(cls: Any, config: Any, tp: int, pp: int) -> Plan:
+    key = (cls, config.to_json_string(use_diff=False), tp, pp)
+    if key not in _PLANS:
+        _PLANS[key] = _plan(cls, config, tp, pp)
+    return _PLANS[key]
+
+
+def _plan(cls: Any, config: Any, tp: int, pp: int) -> Plan:
     policy = None if tp * pp == 1 else find_policy(None, config.model_type)
     with torch.device("meta"):
         model = cls(copy.deepcopy(config))

@@ -111,33 +111,51 @@ def test_a_place_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path
 # -- killed saves
 
 
-def killed_before(step: int, action: Callable[[], None]) -> bool:
-    """Run ``action`` in a child process that dies before its ``step``-th change to the file system; whether it got that far."""
-    child = os.fork()
-    if child == 0:
-        left = step
+class Killed(BaseException):
+    """Nothing in the code under test catches it."""
 
-        def dying(function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                nonlocal left
-                if left == 0:
-                    os._exit(9)
-                left -= 1
-                return function(*args, **kwargs)
 
-            return call
+def killed_before(step: int, action: Callable[[], None], die: Callable[[], None]) -> bool:
+    """Run ``action`` until just before its ``step``-th change to the file system; whether it got that far."""
+    left = step
 
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                die()
+            left -= 1
+            return function(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
         for name in STEPS:
-            setattr(os, name, dying(getattr(os, name)))
-        atomic._exchange = dying(atomic._exchange)
+            patch.setattr(os, name, dying(getattr(os, name)))
+        patch.setattr(atomic, "_exchange", dying(atomic._exchange))
         try:
             action()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, 9), "the child failed for another reason"
-    return code == 9
+        except Killed:
+            return True
+    return False
+
+
+def raise_killed() -> None:
+    raise Killed
+
+
+def test_a_process_that_is_gone_leaves_no_lock_and_no_half_checkpoint(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    write(target, OLD | FOREIGN)
+    for step in (2, 12):  # while it writes, and after the exchange
+        child = os.fork()
+        if child == 0:
+            killed_before(step, lambda: save(target), lambda: os._exit(9))
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        assert checkpoint_in(target) == (OLD if step == 2 else NEW)
+    save(target)
+    assert read(target) == NEW | FOREIGN
 
 
 @pytest.fixture
@@ -154,7 +172,7 @@ def test_a_save_killed_at_any_step_leaves_the_old_checkpoint_or_the_new_one(tmp_
         folder = tmp_path / str(step)
         target = folder / "target"
         write(target, OLD | FOREIGN)
-        died = killed_before(step, lambda target=target: save(target))
+        died = killed_before(step, lambda target=target: save(target), raise_killed)
         if way == "exchanged":  # any reader finds it whole
             assert checkpoint_in(target) in (OLD, NEW), f"step {step}"
         elif checkpoint_in(target) != OLD:  # one that is not whole is not loaded, and what reads it finishes it
@@ -179,10 +197,10 @@ def test_a_recovery_killed_at_any_step_can_be_repeated(tmp_path: Path, way: str)
     for first in range(4, 100, 3):
         target = tmp_path / str(first) / "target"
         write(target, OLD | FOREIGN)
-        if not killed_before(first, lambda target=target: save(target)):
+        if not killed_before(first, lambda target=target: save(target), raise_killed):
             break
         for second in range(100):
-            if not killed_before(second, lambda target=target: recover(target)):
+            if not killed_before(second, lambda target=target: recover(target), raise_killed):
                 break
         assert checkpoint_in(target) in (OLD, NEW)
         assert FOREIGN.items() <= read(target).items()

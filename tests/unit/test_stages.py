@@ -29,9 +29,7 @@ def test_the_dearest_stage_is_as_cheap_as_can_be() -> None:
         costs = [random.randint(1, 9) for _ in range(7)]
         stages = assign_stages(costs, 3, last_cost=2)
         dearest = max(sum(c for c, s in zip(costs, stages, strict=True) if s == stage) + 2 * (stage == 2) for stage in range(3))
-        best = min(
-            max(sum(costs[:a]), sum(costs[a:b]), sum(costs[b:]) + 2) for a, b in itertools.combinations(range(1, 7), 2)
-        )
+        best = min(max(sum(costs[:a]), sum(costs[a:b]), sum(costs[b:]) + 2) for a, b in itertools.combinations(range(1, 7), 2))
         assert dearest == best
 
 

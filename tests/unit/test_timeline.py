@@ -30,6 +30,13 @@ def test_one_row_per_rank_one_labelled_box_per_computation_and_an_axis_in_ms() -
     assert low > high, "rank 0 is on top"
 
 
+def test_boxes_without_room_have_no_label() -> None:
+    narrow = Event(B, 1, 5, 12.0, 12.01)
+    (axes,) = draw_timeline([EVENTS[0], [*EVENTS[1], narrow]]).axes
+    assert len(axes.patches) == 6
+    assert "5" not in [text.get_text() for text in axes.texts]
+
+
 def test_kinds_of_computation_differ_in_colour_and_stand_in_the_legend() -> None:
     (axes,) = draw_timeline(EVENTS).axes
     colours = [box.get_facecolor() for box in axes.patches]

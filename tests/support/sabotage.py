@@ -1,0 +1,187 @@
+"""Models that break the engine, in the ranks, when they are built there: one class for each mistake that verify must notice.
+
+    oslo.verify(saboteur("row_bias_on_every_rank"), tp=2)
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
+
+
+def nothing() -> None:
+    """Or every sabotage might be noticed for another reason."""
+
+
+def row_bias_on_every_rank() -> None:
+    from oslo_engine.layers import region
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self._product(x)
+        self._streams.leave_sharded()
+        return region.reduce_from(y if self.bias is None else y + self.bias, self._axis)
+
+    region._Row.forward = forward  # type: ignore[method-assign]
+
+
+def gradients_of_norms_not_summed() -> None:
+    from oslo_engine.rewrite import apply
+
+    apply.sum_gradient = lambda module, *_: module
+
+
+def tied_gradients_not_summed() -> None:
+    from oslo_engine.pipeline import model_program
+
+    model_program._SharedGradients.sum = lambda self, parameters, gradients: gradients  # type: ignore[method-assign]
+
+
+def micro_batches_weigh_the_same() -> None:
+    from oslo_engine.pipeline import model_program
+
+    model_program.weigh_by_labels = lambda micros, *, shift_labels: micros
+
+
+def replicated_gradients_counted_twice() -> None:
+    from oslo_engine.rewrite import gradients
+
+    gradients._pieces = lambda grad, tensor, tp_rank: iter([grad])
+
+
+def clipping_forgotten() -> None:
+    from oslo_engine.rewrite import gradients
+    from oslo_engine.verify.checks import training
+
+    training.clip_grad_norm_ = lambda model, max_norm: gradients.gradient_norm(model)
+
+
+def last_token_chosen_by_another_rule() -> None:
+    from oslo_engine.generation import agreement
+
+    original = agreement.AgreeOnTokens._choose
+
+    def choose(self: Any, scores: torch.Tensor, count: int) -> Any:
+        return original(self, -scores if self.beams == 1 else scores.flip(-1), count)
+
+    agreement.AgreeOnTokens._choose = choose  # type: ignore[method-assign]
+
+
+def same_masks_on_all_ranks() -> None:
+    from oslo_engine.comm.random import RandomStreams
+
+    RandomStreams.enter_sharded = lambda self: None  # type: ignore[method-assign]
+
+
+def different_masks_on_shared_activations() -> None:
+    from oslo_engine.comm.random import RandomStreams
+
+    RandomStreams.block = lambda self, per_rank=False: nullcontext()  # type: ignore[method-assign]
+    RandomStreams.batch = lambda self, micro_batch=0: nullcontext()  # type: ignore[method-assign]
+
+
+def same_masks_every_step() -> None:
+    from oslo_engine.comm.random import RandomStreams
+
+    def next_step(self: Any, enabled: bool) -> None:
+        self.enabled = enabled
+
+    RandomStreams.next_step = next_step  # type: ignore[method-assign]
+
+
+def a_new_seed_every_time() -> None:
+    from oslo_engine import assemble
+
+    original, count = assemble._common_seed, itertools.count()
+    assemble._common_seed = lambda seed, mesh: original(seed, mesh) + next(count)
+
+
+def recompute_draws_new_masks() -> None:
+    import torch.utils.checkpoint
+
+    original = torch.utils.checkpoint.checkpoint
+    from transformers import modeling_utils
+
+    modeling_utils.checkpoint = lambda *args, **kwargs: original(*args, **{**kwargs, "preserve_rng_state": False})
+
+
+def a_slice_is_loaded_wrong() -> None:
+    from oslo_engine import construct
+
+    original = construct.load_weights
+
+    def load(model: Any, *args: Any, **kwargs: Any) -> Any:
+        report = original(model, *args, **kwargs)
+        with torch.no_grad():
+            next(p for p in model.parameters() if p.ndim == 1).neg_()
+        return report
+
+    construct.load_weights = load
+
+
+def a_rank_raises() -> None:
+    _on_rank_1(lambda: 1 / 0)
+
+
+def a_rank_dies() -> None:
+    _on_rank_1(lambda: os._exit(7))
+
+
+def a_rank_sleeps() -> None:
+    _on_rank_1(lambda: time.sleep(1000))
+
+
+def _on_rank_1(misfortune: Callable[[], Any]) -> None:
+    """In the middle of generation, while the others wait for it."""
+    from oslo_engine.generation import agreement
+
+    original = agreement.AgreeOnTokens.__call__
+
+    def call(self: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            misfortune()
+        return original(self, input_ids, scores)
+
+    agreement.AgreeOnTokens.__call__ = call  # type: ignore[method-assign]
+
+
+def _break(how: str) -> None:
+    """Once in each rank."""
+    if dist.is_initialized() and not _broken:
+        globals()[how]()
+        _broken.append(how)
+
+
+_broken: list[str] = []
+
+
+class Sabotaged(GPT2LMHeadModel):
+    """Breaks the engine first. The config says how."""
+
+    def __init__(self, config: Any) -> None:
+        _break(config.sabotage)
+        super().__init__(config)
+
+
+class SabotagedWithNorms(Qwen3ForCausalLM):
+    """The same with norms inside the attention."""
+
+    def __init__(self, config: Any) -> None:
+        _break(config.sabotage)
+        super().__init__(config)
+
+
+def saboteur(how: str) -> Any:
+    """A model on meta whose class and config are what verify reads."""
+    assert how in globals(), how
+    with torch.device("meta"):
+        if how == "gradients_of_norms_not_summed":
+            return SabotagedWithNorms(Qwen3Config(num_hidden_layers=2, num_key_value_heads=8, sabotage=how))
+        return Sabotaged(GPT2Config(n_layer=2, sabotage=how))
