@@ -101,6 +101,26 @@ def commit(staging: Path, target: Path) -> None:
             _move_in(staging, target)
 
 
+def abandon(target: Path) -> None:
+    """Clear away what a save that failed has written so far, unless it is in the middle of being put in place."""
+    target, staging = Path(os.path.realpath(target)), staging_folder(target)
+    if staging.exists():
+        with _locked(staging.parent):
+            if not ((target / EXCHANGED).exists() or (staging / MOVING).exists()):
+                shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def abandoned_on_error(target: Path, here: bool = True) -> Iterator[None]:
+    """``abandon`` if the save inside fails; ``here``: whether this rank is the one to do it."""
+    try:
+        yield
+    except BaseException:
+        if here:
+            abandon(target)
+        raise
+
+
 def recover(target: Path) -> None:
     """Finish a save that was killed while its files were put in place; does nothing where there was none."""
     target, staging = Path(os.path.realpath(target)), staging_folder(target)

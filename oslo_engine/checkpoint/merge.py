@@ -16,7 +16,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oslo_engine.checkpoint.atomic import begin, commit, is_checkpoint_file
+from oslo_engine.checkpoint.atomic import abandoned_on_error, begin, commit, is_checkpoint_file
 from oslo_engine.checkpoint.layout import Layout
 from oslo_engine.checkpoint.names import Recipe, recipes_for_saving
 from oslo_engine.checkpoint.safetensors_io import TensorSpec, write_safetensors
@@ -40,12 +40,13 @@ def merge(split_folder: str | Path, out_folder: str | Path, *, max_shard_size: i
     if not isinstance(source, SplitSource):
         raise CheckpointError("this checkpoint is not split", where=str(split_folder), hint="copy it, or split it first")
     source.verify()
-    staging = begin(out_folder)
-    for path in split_folder.iterdir():
-        if path.is_file() and not is_checkpoint_file(path.name):
-            shutil.copyfile(path, staging / path.name)
-    write_merged(source, staging, max_shard_size=max_shard_size)
-    commit(staging, out_folder)
+    with abandoned_on_error(out_folder):
+        staging = begin(out_folder)
+        for path in split_folder.iterdir():
+            if path.is_file() and not is_checkpoint_file(path.name):
+                shutil.copyfile(path, staging / path.name)
+        write_merged(source, staging, max_shard_size=max_shard_size)
+        commit(staging, out_folder)
 
 
 def write_merged(

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from oslo_engine.checkpoint.agree import together
-from oslo_engine.checkpoint.atomic import begin, commit, staging_folder, sync
+from oslo_engine.checkpoint.atomic import abandoned_on_error, begin, commit, staging_folder, sync
 from oslo_engine.checkpoint.layout import Layout, Serialization, TensorLayout, layout_of
 from oslo_engine.checkpoint.merge import write_merged
 from oslo_engine.checkpoint.names import as_transformers_class, recipes_for_saving
@@ -64,10 +64,11 @@ def save_split(
     if safe_serialization is False and save_function is None:
         save_function = torch.save
     target, state = Path(directory), parallel_state(model)
-    together(lambda: begin(target) if _leads(state) else None, what=WHAT)
     staging = staging_folder(target)
-    layout = _write_parts(model, state, staging, save_function)
-    together(lambda: _finish(model, layout, staging, target, save_config) if _leads(state) else None, what=WHAT)
+    with abandoned_on_error(target, here=_leads(state)):
+        together(lambda: begin(target) if _leads(state) else None, what=WHAT)
+        layout = _write_parts(model, state, staging, save_function)
+        together(lambda: _finish(model, layout, staging, target, save_config) if _leads(state) else None, what=WHAT)
 
 
 def save_merged(
@@ -92,9 +93,10 @@ def save_merged(
         shutil.rmtree(staging / PARTS)
         _finish(model, None, staging, target, save_config)
 
-    together(lambda: prepare() if _leads(state) else None, what=WHAT)
-    layout = _write_parts(model, state, staging / PARTS, None)
-    together(lambda: put_together() if _leads(state) else None, what=WHAT)
+    with abandoned_on_error(target, here=_leads(state)):
+        together(lambda: prepare() if _leads(state) else None, what=WHAT)
+        layout = _write_parts(model, state, staging / PARTS, None)
+        together(lambda: put_together() if _leads(state) else None, what=WHAT)
 
 
 def _leads(state: ParallelState) -> bool:

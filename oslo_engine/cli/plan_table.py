@@ -16,7 +16,12 @@ def plan_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     """(name, shape, split, bytes per rank, stages) of every parameter; ``h.*.weight (12)`` stands for those of 12 blocks."""
     together: dict[tuple[str, str, str, str], list[TensorPlan]] = {}
     for tensor in plan.parameters:
-        key = (_pattern(tensor.name, plan), _shape(tensor, plan.parameters[0].dtype), _split(tensor), _bytes_per_rank(tensor, plan.topology.tp))
+        key = (
+            _pattern(tensor.name, plan),
+            _shape(tensor, plan.parameters[0].dtype),
+            _split(tensor),
+            _bytes_per_rank(tensor, plan.topology.tp),
+        )
         together.setdefault(key, []).append(tensor)
     for (name, shape, split, size), tensors in together.items():
         ties = [alias for alias in tensors[0].aliases if alias != tensors[0].name]

@@ -49,7 +49,11 @@ def show(
         chosen = installed_policy(name) if is_policy else find_policy(policy, subject.config.model_type)
         plan = plan_of(subject, chosen, tp=tp, pp=pp, schedule=schedule, sequence_parallel=sequence_parallel)
     sizes = f"tp={tp} pp={pp}" + (f" {schedule}" if pp > 1 else "")
-    _print_table(("parameter", "shape", "split over tp", "bytes per rank", "stages"), plan_rows(plan), f"{plan.model}, {plan.policy}, {sizes}, {plan.parameters[0].dtype}")
+    _print_table(
+        ("parameter", "shape", "split over tp", "bytes per rank", "stages"),
+        plan_rows(plan),
+        f"{plan.model}, {plan.policy}, {sizes}, {plan.parameters[0].dtype}",
+    )
     _print_table(("rank", "pp", "tp", "stages", "parameters", "bytes"), rank_rows(plan), "Ranks of one copy of the model")
 
 
@@ -64,7 +68,9 @@ def check(
 ) -> None:
     """Match a policy with a tiny model of each model type that it serves.
 
-    Every rule must match, every parameter be claimed at most once, every size be divisible. Exit code: 0, or 1 if something does not fit.
+    Every rule must match, every parameter be claimed at most once, every size be divisible.
+
+    Exit code: 0, 1 if something does not fit, 2 for bad input.
     """
     with bad_input_ends():
         from oslo_engine.policy.registry import find_policy, installed_names

@@ -35,12 +35,11 @@ def verify(
         Optional[bool], typer.Option("--tied/--untied", help="Embedding and head are one parameter.", rich_help_panel=Sizes)  # noqa: UP045
     ] = None,
     full_size: Annotated[
-        bool, typer.Option("--full-size", help="Keep the config's sizes; every rank holds the model twice.", rich_help_panel=Sizes)
+        bool,
+        typer.Option("--full-size", help="Keep the config's sizes; every rank holds the model twice.", rich_help_panel=Sizes),
     ] = False,
     dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.", rich_help_panel=Numbers)] = "float32",
-    dropout: Annotated[
-        float, typer.Option(help="Probability; above 0 the masks are checked.", rich_help_panel=Numbers)
-    ] = 0.0,
+    dropout: Annotated[float, typer.Option(help="Probability; above 0 the masks are checked.", rich_help_panel=Numbers)] = 0.0,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Recompute activations.", rich_help_panel=Numbers)
     ] = False,
@@ -56,7 +55,9 @@ def verify(
         from oslo_engine.verify import verify as run_verify
 
         if json is not None and not json.parent.is_dir():
-            raise UnsupportedError("the report cannot be written there", expected="a file in a folder that exists", got=str(json))
+            raise UnsupportedError(
+                "the report cannot be written there", expected="a file in a folder that exists", got=str(json)
+            )
         report = run_verify(
             model,
             tp=tp,

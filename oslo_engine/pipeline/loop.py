@@ -170,7 +170,8 @@ class LoopDriver:
         run.loss_gradients[index] = gradient
         self._num_backwards = index + 1
         if index < len(self.micros) - 1:
-            run.advance(next_forward(run.actions, self._starts[index]))
+            # Forwards are left to the taking of the next micro-batch: there they run outside of autograd's backward.
+            run.advance(min(next_forward(run.actions, self._starts[index]), self._starts[index + 1]))
         else:
             run.advance(len(run.actions))
             run.finish()

@@ -108,7 +108,9 @@ def _once(model: nn.Module, named: Sequence[tuple[str, tuple[int, ...]]]) -> lis
 
 def _update_features(module: nn.Module) -> nn.Module:
     """Let the module's size attributes say what its weight now is."""
-    shape = tuple(module.get_parameter("weight").shape)
+    weight = module.weight  # a parameter, or a meta tensor where another stage holds it
+    assert isinstance(weight, Tensor)
+    shape = tuple(weight.shape)
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = shape
     elif isinstance(module, Conv1D):

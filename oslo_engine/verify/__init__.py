@@ -41,11 +41,12 @@ def verify(
 ) -> Report:
     """Split a model over ``tp * pp`` processes on this machine and compare it with the unsplit model, number by number.
 
-    The architecture is the model's, its sizes are tiny and its weights random, unless told otherwise. docs/verify.md says what is
+    The architecture is the model's, its sizes are tiny unless told otherwise, its weights random. docs/verify.md says what is
     compared and how to read the result.
 
     Args:
-        model: a model type of Transformers, a folder or hub name with a config, a config, or a model (whose weights are not used).
+        model: a model type of Transformers, a folder or hub name with a config, a config, or a model (whose
+            weights are not used).
         tp, pp, schedule, micro_batch_size, sequence_parallel, policy: as in ``parallelize``.
         heads, kv_heads, vocab, layers: sizes; layers of each stack.
         tied: whether the embedding and the head are one parameter; by default as in the config.

@@ -1,4 +1,4 @@
-"""Batches that are hard to split: padded on the left, labels spread unevenly, a smaller last micro-batch, other shapes every step."""
+"""Batches that are hard to split: padded on the left, labels spread unevenly, a smaller last micro-batch, ever other shapes."""
 
 from __future__ import annotations
 

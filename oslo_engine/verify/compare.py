@@ -19,15 +19,15 @@ ADAM_EPS = 1e-2
 class Limits:
     """The largest relative errors that pass.
 
-    logits, loss, gradients: by contract in float32. In float64 gradients are less accurate than the rest, since models compute norms
-        and softmax in float32 whatever their type. In 16 bits every layer rounds its activations: an unsplit model's gradients are
-        up to 0.13 (bfloat16) and 0.07 (float16) from those in float32, where 0.5 is what a forgotten sum makes.
+    logits, loss, gradients: by contract in float32. In float64 gradients are less accurate than the rest, since models compute
+        norms and softmax in float32 whatever their type. In 16 bits every layer rounds its activations: an unsplit model's
+        gradients are up to 0.13 (bfloat16) and 0.07 (float16) from those in float32; a sum forgotten by two ranks makes 0.5.
     norm: it is computed in float32 at most.
-    updates: what an error of ``gradients`` can make of an update, the largest being 1: gradients / ADAM_EPS. None: not compared.
-    floor: a gradient is compared with its own size, but with at least this part of the model's largest. The gradient of a key bias,
-        for one, is zero but for rounding.
-    by_entry: whether the size of a gradient, and of its error, is its largest entry; otherwise their root mean square, since in 16
-        bits a rounded activation here and there falls on the other side of a kink (ReLU).
+    updates: what an error of ``gradients`` can make of an update, the largest being 1: gradients / ADAM_EPS. None: no check.
+    floor: a gradient is compared with its own size, but with at least this part of the model's largest. The gradient of a key
+        bias, for one, is zero but for rounding.
+    by_entry: whether the size of a gradient, and of its error, is its largest entry; otherwise their root mean square, since in
+        16 bits a rounded activation here and there falls on the other side of a kink (ReLU).
     """
 
     logits: float
@@ -56,7 +56,7 @@ class Error:
 
 
 def relative_error(got: Tensor, wanted: Tensor, scale: float | None = None) -> float:
-    """Largest difference, as a part of ``scale`` (default: the largest entry of ``wanted``). Infinite for other shapes or NaN."""
+    """Largest difference, as a part of ``scale`` (default: ``wanted``'s largest entry). Infinite for other shapes or NaN."""
     if got.shape != wanted.shape:
         return math.inf
     if not wanted.numel():

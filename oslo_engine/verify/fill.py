@@ -1,7 +1,7 @@
 """Weights to verify with: random, without symmetry, the same on every rank.
 
-A model's own initialisation hides mistakes: biases are zero and norms one, so that a bias added twice or a norm of the wrong rank
-changes nothing. Here every entry of every parameter is a number of its own.
+A model's own initialisation hides mistakes: biases are zero and norms one, so that a bias added twice or a norm of the wrong
+rank changes nothing. Here every entry of every parameter is a number of its own.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ def values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """
     generator = torch.Generator().manual_seed(_seed_of(name, seed))
     spread = 0.15 if len(shape) < 2 else 0.8 / math.sqrt(math.prod(shape[1:]))
-    if len(shape) < 2:
-        mean = 0.2 if name.endswith("bias") else 0.6
-    else:
-        mean = 0.1 * spread
+    mean = 0.1 * spread if len(shape) > 1 else 0.2 if name.endswith("bias") else 0.6
     return torch.empty(shape).uniform_(mean - _HALF_WIDTH * spread, mean + _HALF_WIDTH * spread, generator=generator)
 
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from typing import Any
 
 from oslo_engine.errors import OsloError
 from oslo_engine.verify.report import Row
-from oslo_engine.verify.task import Message, Task, run_task
+from oslo_engine.verify.task import Message, Task
 
 # Imported once, in the process that the ranks are forked from.
 _PRELOAD = ["torch.distributed.pipelining.schedules", "transformers.generation.utils", "oslo_engine.verify.rank"]
@@ -32,7 +33,11 @@ _starting = threading.Lock()
 
 @dataclass
 class Outcome:
-    """names: of all rows, in order. rows: by name and rank. errors: by rank. refused: the model cannot be split this way. done: ranks."""
+    """What the ranks said.
+
+    names: of all rows, in order. rows: by name and rank. errors: by rank.
+    refused: why the model cannot be split this way. done: the ranks that have finished.
+    """
 
     names: tuple[str, ...] = ()
     rows: dict[str, dict[int, Row]] = field(default_factory=dict)
@@ -90,7 +95,7 @@ def run_ranks(make_task: Callable[[Path], Task], num_ranks: int, timeout_s: floa
 def _start(task: Task, rank: int) -> tuple[Any, Connection]:
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=run_task, args=(task, rank, theirs), daemon=True, name=f"rank {rank}")
+    process = context.Process(target=_run_task, args=(task, rank, theirs), daemon=True, name=f"rank {rank}")
     with _starting, _main_hidden():
         process.start()
     theirs.close()  # or the end of the rank would never be seen
@@ -115,7 +120,7 @@ def _listen(ranks: list[Any], pipes: list[Connection], deadline: float) -> Outco
         for pipe in wait(list(waiting), left_s):
             rank = waiting[pipe]
             try:
-                message: Message = pipe.recv()  # type: ignore[union-attr]
+                message: Message = pipe.recv()  # type: ignore
             except (EOFError, ConnectionResetError):
                 ranks[rank].join(1)
                 message = Message(error=f"died with exit code {ranks[rank].exitcode}", done=True)
@@ -137,3 +142,21 @@ def _stacks(task: Task, ranks: list[Any], silent: list[int], *, timed_out: bool)
         time.sleep(0.05)
     what = f"no result within {task.timeout_s:g} s" if timed_out else "still waiting when another rank had failed"
     return {rank: f"{what}, at\n{file.read_text() if file.exists() else '(not started)'}" for rank, file in files.items()}
+
+
+# What follows runs in the ranks.
+
+
+def _run_task(task: Task, rank: int, pipe: Connection) -> None:
+    """The whole life of a rank's process: whatever happens in it, the parent hears."""
+    try:
+        from oslo_engine.verify.rank import run_rank
+
+        run_rank(task, rank, pipe.send)
+    except OsloError as error:
+        pipe.send(Message(error=f"{type(error).__name__}: {error}"))
+    except BaseException:
+        pipe.send(Message(error=traceback.format_exc()))
+    pipe.send(Message(done=True))
+    pipe.close()
+    os._exit(0)  # the others may be anywhere: no farewell to the process group

@@ -25,7 +25,6 @@ from oslo_engine.verify.report import Row
 from oslo_engine.verify.task import Message, Task
 from oslo_engine.verify.trial import Trial, build_trial, seed_everything
 
-
 Send = Callable[[Message], None]
 
 
@@ -56,7 +55,9 @@ def _run(check: Check, trial: Trial, send: Send) -> None:
         assert not waiting, f"no row for {waiting}"
     except BaseException as error:
         first_line = str(error).partition("\n")[0]
-        send(Message(row=Row(waiting[0] if waiting else check.rows[-1], "fail", detail=f"{type(error).__name__}: {first_line}")))
+        send(
+            Message(row=Row(waiting[0] if waiting else check.rows[-1], "fail", detail=f"{type(error).__name__}: {first_line}"))
+        )
         raise
 
 

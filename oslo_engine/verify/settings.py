@@ -65,11 +65,20 @@ class Settings:
         Topology(tp=self.tp, pp=self.pp)
         num_stages(self.schedule, self.pp)  # type: ignore[arg-type]  # raises for an unknown one
         if self.dtype not in DTYPES:
-            raise PlanError("no such number format", where="dtype", expected="one of " + ", ".join(DTYPES), got=repr(self.dtype))
+            raise PlanError(
+                "no such number format", where="dtype", expected="one of " + ", ".join(DTYPES), got=repr(self.dtype)
+            )
         if not 0 <= self.dropout < 1:
-            raise PlanError("a dropout probability lies between 0 and 1", where="dropout", expected="0 <= p < 1", got=str(self.dropout))
+            raise PlanError(
+                "a dropout probability lies between 0 and 1", where="dropout", expected="0 <= p < 1", got=str(self.dropout)
+            )
         if self.schedule != DEFAULT_SCHEDULE and self.pp == 1:
-            raise PlanError("a schedule orders pipeline stages, and there is one", where=f"schedule={self.schedule}", expected="pp > 1", got="pp=1")
+            raise PlanError(
+                "a schedule orders pipeline stages, and there is one",
+                where=f"schedule={self.schedule}",
+                expected="pp > 1",
+                got="pp=1",
+            )
         if self.sequence_parallel and self.tp == 1:
             raise PlanError(
                 "sequence parallelism divides activations among tensor-parallel ranks, and there is one",

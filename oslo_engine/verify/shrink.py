@@ -1,8 +1,8 @@
 """A tiny model of the same architecture: the config with its sizes made small.
 
-Works on the names that configs have in common, nothing here knows an architecture. What is no size (activations, norms, kinds of
-attention, scaling) stays as it is; per-layer lists keep every kind of layer that they have; special tokens are moved into the
-vocabulary.
+Works on the names that configs have in common, nothing here knows an architecture. What is no size (activations, norms,
+kinds of attention, scaling) stays as it is; per-layer lists keep every kind of layer that they have; special tokens are
+moved into the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from oslo_engine.errors import PlanError
 from oslo_engine.verify.settings import Sizes
 
-# 131 is prime: no number of ranks divides the vocabulary. 16 features a head leave an even number for partial rotary embeddings.
+# 131 is prime: no number of ranks divides the vocabulary. 16 features a head leave an even number to partial rotary embeddings.
 HEADS, HEAD_SIZE, VOCAB, INNER, POSITIONS = 4, 16, 131, 52, 64
 WIDE_HEAD_SIZE = 24  # where heads times head size is not the hidden size
 
@@ -41,9 +41,19 @@ _LAYERS = (
     "num_encoder_layers",
     "num_decoder_layers",
 )
-_INNER = ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "ffn_hidden_size", "hidden_dim")
+_INNER = (
+    "intermediate_size",
+    "n_inner",
+    "ffn_dim",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+    "d_ff",
+    "ffn_hidden_size",
+    "hidden_dim",
+)
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_source_positions", "max_target_positions")
 _FIXED = {
+    "original_max_position_embeddings": POSITIONS // 2,
     "sliding_window": 5,
     "attention_window_size": 5,
     "window_size": 5,
@@ -106,12 +116,15 @@ def shrink(
 class _Changes:
     """The fields of one config that change."""
 
-    def __init__(self, config: PreTrainedConfig, given: Mapping[str, Any], sizes: Sizes, num_blocks: int, grouped: bool) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, given: Mapping[str, Any], sizes: Sizes, num_blocks: int, grouped: bool
+    ) -> None:
         self.given, self.sizes, self.what = given, sizes, type(config).__name__
         self.old_heads, self.old_hidden = self._first(_HEADS), self._first(_HIDDEN)
         self.old_layers = self._first(_LAYERS)
-        self.old_head_size = self._first(_HEAD_SIZE)
-        decoupled = bool(self.old_head_size and self.old_heads and self.old_head_size * self.old_heads != self.old_hidden)
+        own_head_size = self._first(_HEAD_SIZE)
+        self.old_head_size = own_head_size or (self.old_hidden or 0) // (self.old_heads or 1)
+        decoupled = own_head_size is not None and own_head_size * (self.old_heads or 0) != self.old_hidden
         self.heads = sizes.heads or HEADS
         self.hidden = self.heads * HEAD_SIZE
         self.head_size = WIDE_HEAD_SIZE if decoupled else HEAD_SIZE
@@ -121,7 +134,7 @@ class _Changes:
     def tiny(self) -> dict[str, Any]:
         vocab = self.sizes.vocab or VOCAB
         old_vocab = self.given.get("vocab_size")
-        changed = {
+        changed: dict[str, Any] = {
             **self._set(_HIDDEN, self.hidden),
             **self._set(_HEADS, self.heads, asked="heads" if self.sizes.heads else None),
             **self._set(_KV_HEADS, self.kv_heads, asked="kv_heads" if self.sizes.kv_heads else None),
@@ -144,24 +157,31 @@ class _Changes:
             elif isinstance(value, (list, tuple)) and len(value) == self.old_layers:
                 changed[name] = _each_kind(value, self.layers)
             elif isinstance(value, dict) and name.startswith("rope"):
-                changed[name] = _small_rope(value, self.head_size, self.old_head_size or 0)
+                changed[name] = _small_rope(value, self.head_size, self.old_head_size)
         return {**changed, **_special_tokens(self.given, vocab)}
 
     def requested(self) -> dict[str, Any]:
         """Only what was asked for, at full size."""
-        sizes, changed = self.sizes, {}
+        sizes = self.sizes
+        changed: dict[str, Any] = {}
         for asked, names in (("heads", _HEADS), ("kv_heads", _KV_HEADS), ("layers", _LAYERS), ("vocab", ("vocab_size",))):
             if (value := getattr(sizes, asked)) is not None:
                 changed.update(self._set(names, value, asked=asked))
         if sizes.layers:
-            lists = {name: value for name, value in self.given.items() if isinstance(value, (list, tuple)) and len(value) == self.old_layers}
+            lists = {
+                name: value
+                for name, value in self.given.items()
+                if isinstance(value, (list, tuple)) and len(value) == self.old_layers
+            }
             changed.update({name: _each_kind(value, sizes.layers) for name, value in lists.items()})
         return {**changed, **(_special_tokens(self.given, sizes.vocab) if sizes.vocab else {})}
 
     def _set(self, names: Iterable[str], value: int, *, asked: str | None = None) -> dict[str, int]:
         found = {name: value for name in names if _is_size(self.given.get(name))}
         if asked is not None and not found:
-            raise PlanError(f"the config has no size for {asked}", where=self.what, expected=" or ".join(names), got="none of them")
+            raise PlanError(
+                f"the config has no size for {asked}", where=self.what, expected=" or ".join(names), got="none of them"
+            )
         return found
 
     def _first(self, names: Iterable[str]) -> int | None:
@@ -190,15 +210,15 @@ def _each_kind(values: Iterable[Any], count: int) -> list[Any]:
 
 
 def _small_rope(rope: Mapping[str, Any], head_size: int, old_head_size: int) -> dict[str, Any]:
-    """Rotary parameters: one factor per frequency where there are such, positions fewer than the model's; one level of nesting."""
-    small = {}
+    """Rotary parameters: one factor per frequency where there are such, fewer original positions; per kind of layer or not."""
+    small: dict[str, Any] = {}
     for name, value in rope.items():
         if isinstance(value, dict):
             small[name] = _small_rope(value, head_size, old_head_size)
         elif isinstance(value, list) and name.endswith("_factor") and old_head_size:
             small[name] = value[: len(value) * head_size // old_head_size]
         else:
-            small[name] = POSITIONS // 2 if name == "original_max_position_embeddings" else value
+            small[name] = _FIXED.get(name, value)
     return small
 
 
@@ -213,7 +233,9 @@ def _special_tokens(given: Mapping[str, Any], vocab: int) -> dict[str, Any]:
             return token
         return moved.setdefault(token, vocab - 1 - len(moved))
 
-    names = [name for name, value in given.items() if name.endswith(("_token_id", "_token_ids", "_tokens")) and value is not None]
+    names = [
+        name for name, value in given.items() if name.endswith(("_token_id", "_token_ids", "_tokens")) and value is not None
+    ]
     return {name: inside(given[name]) for name in names}
 
 

@@ -94,30 +94,34 @@ def _by_name(name: str) -> Subject:
 
 
 def _of_model(model: Any) -> Subject:
-    cls = next((base for base in type(model).__mro__ if _can_be_imported(base)), None)
-    if cls is None or not hasattr(cls, "config_class"):
+    cls = type(model)
+    # A class with the parallel methods has the name of the one it was made of.
+    made_of = next((base for base in cls.__mro__ if _address(base) == _address(cls) and _can_be_imported(base)), None)
+    if made_of is None:
         raise UnsupportedError(
             "the ranks cannot import this model's class",
-            where=type(model).__qualname__,
+            where=cls.__qualname__,
             expected="a class at the top level of a module",
-            got=f"defined in {type(model).__module__}",
+            got=f"defined in {cls.__module__}",
         )
     if model.get_output_embeddings() is None:
         raise _no_language_model(cls.__name__)
-    return Subject(cls.__module__, cls.__qualname__, copy.deepcopy(model.config))
+    return Subject(*_address(made_of), copy.deepcopy(model.config))
+
+
+def _address(cls: type) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
 
 
 def _can_be_imported(cls: type) -> bool:
-    """Not so classes of the user's script, and those that ``parallelize`` makes."""
-    if cls.__module__ == "__main__" or cls.__module__.startswith("oslo_engine"):
-        return False
-    return getattr(import_module(cls.__module__), cls.__qualname__, None) is cls
+    return cls.__module__ != "__main__" and getattr(import_module(cls.__module__), cls.__qualname__, None) is cls
 
 
 def _class_name(config: PreTrainedConfig) -> str:
     """The class that the config names, if it is a language model; else the one its model type is mapped to.
 
-    Encoder-decoders: sequence to sequence. Others: the masked head where there is one and the config is no decoder's, else the causal one.
+    Encoder-decoders: sequence to sequence. Others: the masked head where there is one and the config is no decoder's, else the
+    causal one.
     """
     from transformers.models.auto import modeling_auto as auto
 
@@ -134,10 +138,8 @@ def _class_name(config: PreTrainedConfig) -> str:
     for name in config.architectures or ():
         if name in known:
             return str(name)
-    if config.is_encoder_decoder:
-        order = (seq2seq,)
-    else:
-        order = (causal, masked) if getattr(config, "is_decoder", False) else (masked, causal)
+    decodes = getattr(config, "is_decoder", False)
+    order = [seq2seq] if config.is_encoder_decoder else [causal, masked] if decodes else [masked, causal]
     names = next((mapping[kind] for mapping in order if kind in mapping), None)
     if names is None:
         raise _no_language_model(kind or type(config).__name__)
@@ -146,5 +148,7 @@ def _class_name(config: PreTrainedConfig) -> str:
 
 def _no_language_model(what: str) -> UnsupportedError:
     return UnsupportedError(
-        "only language models with a head can be verified", expected="a causal, masked or sequence-to-sequence language model", got=what
+        "only language models with a head can be verified",
+        expected="a causal, masked or sequence-to-sequence language model",
+        got=what,
     )

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import traceback
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,18 +38,3 @@ class Message:
     refused: OsloError | None = None
     error: str = ""
     done: bool = False
-
-
-def run_task(task: Task, rank: int, pipe: Connection) -> None:
-    """The whole life of a rank's process: whatever happens in it, the parent hears."""
-    try:
-        from oslo_engine.verify.rank import run_rank
-
-        run_rank(task, rank, pipe.send)
-    except OsloError as error:
-        pipe.send(Message(error=f"{type(error).__name__}: {error}"))
-    except BaseException:
-        pipe.send(Message(error=traceback.format_exc()))
-    pipe.send(Message(done=True))
-    pipe.close()
-    os._exit(0)  # the others may be anywhere: no farewell to the process group

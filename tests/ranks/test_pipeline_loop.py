@@ -65,12 +65,18 @@ def test_each_micro_batch_has_its_real_weighted_loss_before_its_backward(rank_po
     rank_pool(2).run(look_at_micro_batches, schedule)
 
 
-def scale_losses() -> None:
-    pipe, whole = toy_pipeline("1f1b"), toy(2)
+def scale_losses(schedule: str) -> None:
+    pipe = toy_pipeline(schedule)
+    whole = toy(pipe.program.num_stages)
+    batch = batch_of(12, 4)
+    micros = pipe.split(batch)
+    scaled = sum(whole(**micro.kwargs).loss * micro.weight * (micro.index + 2) for micro in micros if micro.weight)
+    expected = dict(zip(dict(whole.named_parameters()), torch.autograd.grad(scaled, list(whole.parameters())), strict=True))
+    for micro in pipe(**batch):
+        (micro.loss * (micro.index + 2)).backward()  # each has its own
+    assert_equal_gradients(pipe.gradients(), expected)
+
     _, expected = reference(whole, BATCH)
-    for micro in pipe(**BATCH):
-        (micro.loss * 8).backward()
-    assert_equal_gradients(pipe.gradients(), {name: gradient * 8 for name, gradient in expected.items()})
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.0)
     for micro in pipe(**BATCH):
@@ -79,8 +85,9 @@ def scale_losses() -> None:
     assert_equal_gradients(pipe.gradients(), expected)
 
 
-def test_scaled_losses_scale_the_gradients(rank_pool) -> None:
-    rank_pool(2).run(scale_losses)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_scaled_losses_scale_the_gradients(rank_pool, schedule: str) -> None:
+    rank_pool(2).run(scale_losses, schedule)
 
 
 def capture_autocast(schedule: str) -> None:

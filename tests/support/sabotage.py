@@ -1,6 +1,6 @@
 """Models that break the engine, in the ranks, when they are built there: one class for each mistake that verify must notice.
 
-    oslo.verify(saboteur("row_bias_on_every_rank"), tp=2)
+oslo.verify(saboteur("row_bias_on_every_rank"), tp=2)
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from oslo_engine.checkpoint import atomic
-from oslo_engine.checkpoint.atomic import begin, commit, recover, staging_folder
+from oslo_engine.checkpoint.atomic import abandoned_on_error, begin, commit, recover, staging_folder
 from oslo_engine.checkpoint.source import open_source
 from oslo_engine.errors import CheckpointError
 
@@ -115,14 +115,18 @@ class Killed(BaseException):
     """Nothing in the code under test catches it."""
 
 
-def killed_before(step: int, action: Callable[[], None], die: Callable[[], None]) -> bool:
-    """Run ``action`` until just before its ``step``-th change to the file system; whether it got that far."""
+def killed_before(step: int, action: Callable[[], None], die: Callable[[], None], *, once: bool = False) -> bool:
+    """Run ``action`` until just before its ``step``-th change to the file system; whether it got that far.
+
+    ``once``: later changes succeed, as after an error; otherwise there are none, as after a kill.
+    """
     left = step
 
     def dying(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal left
             if left == 0:
+                left -= once
                 die()
             left -= 1
             return function(*args, **kwargs)
@@ -202,6 +206,26 @@ def test_a_recovery_killed_at_any_step_can_be_repeated(tmp_path: Path, way: str)
         for second in range(100):
             if not killed_before(second, lambda target=target: recover(target), raise_killed):
                 break
+        assert checkpoint_in(target) in (OLD, NEW)
+        assert FOREIGN.items() <= read(target).items()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_save_that_fails_clears_up_unless_its_files_are_being_put_in_place(tmp_path: Path, way: str) -> None:
+    for step in range(100):
+        target = tmp_path / str(step) / "target"
+        write(target, OLD | FOREIGN)
+
+        def failing(target: Path = target) -> None:
+            with abandoned_on_error(target):
+                save(target)
+
+        if not killed_before(step, failing, raise_killed, once=True):
+            break
+        if checkpoint_in(target) == OLD and not (staging_folder(target) / atomic.MOVING).exists():
+            assert os.listdir(target.parent) == ["target"]
+            assert read(target) == OLD | FOREIGN
+        recover(target)
         assert checkpoint_in(target) in (OLD, NEW)
         assert FOREIGN.items() <= read(target).items()
 

@@ -170,7 +170,10 @@ def test_first_backwards_come_in_the_order_of_the_micro_batches(schedule: str, p
     for actions in schedule_orders(schedule, pp, num_micro_batches).actions:
         starts = [first_backwards(actions)[micro] for micro in range(num_micro_batches)]
         assert starts == sorted(starts)
-        assert all(actions[at].micro == micro and actions[at].kind in BACKWARDS for micro, at in enumerate(starts))
+        for micro, at in enumerate(starts):
+            assert actions[at].micro == micro
+            assert actions[at].kind in BACKWARDS
+            assert not any(action.kind in BACKWARDS and action.micro == micro for action in actions[:at])
         assert next_forward(actions, starts[-1]) == len(actions)
 
 

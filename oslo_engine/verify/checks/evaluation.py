@@ -27,7 +27,9 @@ def _place(trial: Trial) -> Iterator[Row]:
     """Every rank holds the entries that the plan says, and together the ranks hold every parameter."""
     whole = dict(trial.reference.named_parameters())
     wrong = [
-        name for name, parameter, tensor in trial.parameters(trial.model) if bits_that_differ(parameter, trial.slice_of(whole[name], tensor))
+        name
+        for name, parameter, tensor in trial.parameters(trial.model)
+        if bits_that_differ(parameter, trial.slice_of(whole[name], tensor))
     ]
     held = {name for names in gather_objects([name for name, _, _ in trial.parameters(trial.model)]) for name in names}
     missing = [name for name in whole if name not in held]

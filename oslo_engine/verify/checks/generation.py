@@ -29,10 +29,11 @@ def _generate(trial: Trial) -> Iterator[Row]:
     trial.reference.eval()
     trial.model.eval()
     options: dict[str, Any] = {"attention_mask": mask, "do_sample": False, "max_new_tokens": _NEW}
-    endless = trial.reference.generate(ids, **options)
+    reference: Any = trial.reference
+    endless = reference.generate(ids, **options)
     end = int(endless[1, -_NEW // 2])
     for name, beams in _BEAMS.items():
-        wanted = trial.reference.generate(ids, num_beams=beams, eos_token_id=end, **options)
+        wanted = reference.generate(ids, num_beams=beams, eos_token_id=end, **options)
         got = trial.model.generate(ids, num_beams=beams, eos_token_id=end, **options)
         yield _judge_tokens(trial, name, got, wanted)
 

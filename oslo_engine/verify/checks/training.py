@@ -120,7 +120,8 @@ def _optimize(trial: Trial) -> Iterator[Row]:
     trial.reference.zero_grad()
     one_backward(trial.reference, batches[0])
     max_norm = float(_norm(trial.reference)) / 2
-    largest = max(float(parameter.grad.abs().max()) for parameter in trial.reference.parameters() if parameter.grad is not None) / 2
+    gradients = [parameter.grad for parameter in trial.reference.parameters() if parameter.grad is not None]
+    largest = max(float(gradient.abs().max()) for gradient in gradients) / 2
     optimizers = [
         torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, eps=ADAM_EPS * largest, weight_decay=0.1) for model in models
     ]
