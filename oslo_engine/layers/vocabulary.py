@@ -1,12 +1,14 @@
 """Embedding and head that hold only this rank's rows of the vocabulary.
 
-The modules stay what they were: the object is the same, and its class becomes a subclass of its own class, so that an embedding
-that scales its output, or a head that scales its logits, goes on doing so.
+The modules stay what they were: the object is the same, and its class becomes a subclass of its own class. Only the innermost
+step, the lookup of ``nn.Embedding`` or the product of ``nn.Linear``, is replaced. What a model's own class does around it
+(scales, norms, special tokens) sees ids of the whole vocabulary, whole embeddings and sharded logits, and needs no change:
 
-``num_embeddings`` and ``out_features`` keep meaning the whole vocabulary: that is what users compare with ``len(tokenizer)``,
-what Transformers copies from the embedding to a tied head, what peft sizes adapters by, and what repr should show. Only
-``weight`` (and ``bias``) is this rank's slice. ``padding_idx`` is read as a row of ``weight`` (by ``forward`` and by
-Transformers' initialisation), so it is the slice's: None on the ranks that do not own the row.
+    ScaledEmbedding.forward -> VocabParallelEmbedding.forward (instead of nn.Embedding.forward)
+
+``num_embeddings``, ``padding_idx`` and ``out_features`` keep meaning the whole vocabulary: that is what users compare with
+``len(tokenizer)``, models with ids, what Transformers copies from the embedding to a tied head, what peft sizes adapters by,
+and what repr should show. Only ``weight`` (and ``bias``) is this rank's slice.
 """
 
 from __future__ import annotations
@@ -16,20 +18,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from oslo_engine.comm.collectives import Axis, copy_to, gather_from, reduce_from
 from oslo_engine.errors import PlanError
-from oslo_engine.layers.partial import sum_gradient
-from oslo_engine.layers.specialize import specialize
+from oslo_engine.layers.specialize import original_class
 from oslo_engine.layers.vocab_layout import VocabLayout, check_ids
 from oslo_engine.layers.vocab_shard import VocabShard
+
+_CLASSES: dict[tuple[type, type], type] = {}
 
 
 def vocab_parallel_embedding(module: nn.Module, axis: Axis, sizes: Sequence[int]) -> nn.Module:
     """Make an embedding look up ids of the whole vocabulary in the rows of all ranks.
 
     Args:
-        module: ``nn.Embedding`` or a subclass that treats each token by itself; ``weight`` is [sizes[axis.rank], hidden].
+        module: ``nn.Embedding`` or a subclass that calls its forward; ``weight`` is [sizes[axis.rank], hidden].
         axis: the tp axis.
         sizes: rows per rank, ``torch.tensor_split`` sizes of the vocabulary.
 
@@ -37,7 +41,8 @@ def vocab_parallel_embedding(module: nn.Module, axis: Axis, sizes: Sequence[int]
         ``module``, changed. On an axis of size 1 it is left alone.
 
     Raises:
-        PlanError: the weight does not have this rank's rows, or the module renormalises rows or scales gradients by frequency.
+        PlanError: the weight does not have this rank's rows, the module renormalises rows or scales gradients by frequency, or
+            its class looks up rows by itself.
 
     Communication: forward one all-reduce of [batch, sequence, hidden]; backward none.
     """
@@ -47,19 +52,15 @@ def vocab_parallel_embedding(module: nn.Module, axis: Axis, sizes: Sequence[int]
     for setting in ("max_norm", "scale_grad_by_freq"):
         if getattr(module, setting, None):
             raise PlanError(f"an embedding with `{setting}` cannot be cut by vocabulary", where=type(module).__name__)
-    padding = getattr(module, "padding_idx", None)
-    if padding is not None:
-        padding = padding - vocab.start if vocab.start <= padding < vocab.stop else None
-    _sum_uncut(module, axis)
-    return specialize(module, VocabParallelEmbedding, vocab=vocab, num_embeddings=vocab.total, padding_idx=padding)
+    return _become(module, VocabParallelEmbedding, vocab=vocab, num_embeddings=vocab.total)
 
 
 def vocab_parallel_head(module: nn.Module, axis: Axis, sizes: Sequence[int]) -> nn.Module:
     """Make a language-model head compute this rank's slice of the logits.
 
     Args:
-        module: ``nn.Linear`` or a subclass with logits in its last dimension; ``weight`` is [sizes[axis.rank], hidden],
-            ``bias`` (if any) [sizes[axis.rank]].
+        module: ``nn.Linear`` or a subclass that calls its forward; ``weight`` is [sizes[axis.rank], hidden], ``bias`` (if any)
+            [sizes[axis.rank]].
         axis: the tp axis.
         sizes: rows per rank, as for the embedding.
 
@@ -67,7 +68,7 @@ def vocab_parallel_head(module: nn.Module, axis: Axis, sizes: Sequence[int]) -> 
         ``module``, changed. On an axis of size 1 it is left alone.
 
     Raises:
-        PlanError: weight or bias does not have this rank's rows.
+        PlanError: weight or bias does not have this rank's rows, or the module's class multiplies by itself.
 
     Communication: with gradients enabled forward none, backward one all-reduce of the hidden states; without, one all-gather of
     the logits.
@@ -75,38 +76,40 @@ def vocab_parallel_head(module: nn.Module, axis: Axis, sizes: Sequence[int]) -> 
     if axis.size == 1:
         return module
     vocab = _layout(module, axis, sizes)
-    _sum_uncut(module, axis)
-    return specialize(module, VocabParallelHead, vocab=vocab, out_features=vocab.total)
+    return _become(module, VocabParallelHead, vocab=vocab, out_features=vocab.total)
 
 
-class VocabParallelEmbedding:
-    """Forward of an embedding cut by rows; stands before the module's own class."""
+class VocabParallelEmbedding(nn.Embedding):
+    """``nn.Embedding`` of which this rank holds some rows."""
 
     vocab: VocabLayout
 
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        check_ids(input, self.vocab.total, what="token id")
-        rows, inside = self.vocab.locate(input)
-        own = super().forward(rows, *args, **kwargs)  # type: ignore[misc]
-        return reduce_from(own.masked_fill(~inside.unsqueeze(-1), 0), self.vocab.axis)
+    def forward(self, input: Tensor) -> Tensor:
+        vocab, padding = self.vocab, self.padding_idx
+        check_ids(input, vocab.total, what="token id")
+        rows, inside = vocab.locate(input)
+        if padding is not None:
+            padding = padding - vocab.start if vocab.start <= padding < vocab.stop else None
+        own = F.embedding(rows, self.weight, padding, sparse=self.sparse)
+        return reduce_from(own.masked_fill_(~inside.unsqueeze(-1), 0), vocab.axis)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, rows {self.vocab}"  # type: ignore[misc]
+        return f"{super().extra_repr()}, rows {self.vocab}"
 
 
-class VocabParallelHead:
-    """Forward of a head cut by rows; stands before the module's own class."""
+class VocabParallelHead(nn.Linear):
+    """``nn.Linear`` of which this rank holds some output features, the entries of a vocabulary."""
 
     vocab: VocabLayout
 
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        local = super().forward(copy_to(input, self.vocab.axis), *args, **kwargs)  # type: ignore[misc]
+    def forward(self, input: Tensor) -> Tensor:
+        local = super().forward(copy_to(input, self.vocab.axis))
         if torch.is_grad_enabled():
             return VocabShard.wrap(local, self.vocab)
         return gather_from(local, self.vocab.axis, -1, self.vocab.sizes)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, rows {self.vocab}"  # type: ignore[misc]
+        return f"{super().extra_repr()}, rows {self.vocab}"
 
 
 def _layout(module: nn.Module, axis: Axis, sizes: Sequence[int]) -> VocabLayout:
@@ -132,9 +135,27 @@ def _layout(module: nn.Module, axis: Axis, sizes: Sequence[int]) -> VocabLayout:
     return VocabLayout(axis, tuple(sizes))
 
 
-def _sum_uncut(module: nn.Module, axis: Axis) -> None:
-    """A norm inside an embedding sees on each rank only that rank's tokens: its gradient is a part of the whole."""
-    for prefix, owner in module.named_modules():
-        for name in owner._parameters:
-            if prefix or name not in ("weight", "bias"):
-                sum_gradient(owner, name, axis)
+def _become(module: nn.Module, parallel: type[nn.Module], **fields: Any) -> nn.Module:
+    """Put ``parallel`` between the module's class and the torch class that ``parallel`` extends; one new class per class."""
+    cls, base = type(module), parallel.__base__
+    assert base is not None
+    if not isinstance(module, base) or not all(_calls_super(one, base) for one in cls.__mro__ if issubclass(one, base)):
+        raise PlanError(
+            "the vocabulary of this module cannot be cut: its class does by itself what it should leave to torch's",
+            where=f"{cls.__module__}.{cls.__qualname__}",
+            expected=f"a subclass of {base.__name__} whose forward calls super().forward",
+            hint="leave it out of the policy's vocabulary: it is then held whole on every rank",
+        )
+    if (cls, parallel) not in _CLASSES:
+        bases = (parallel,) if cls is base else (cls, parallel)
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        _CLASSES[cls, parallel] = type(cls.__name__, bases, {**names, "_oslo_specializes": original_class(module)})
+    module.__class__ = _CLASSES[cls, parallel]
+    module.__dict__.update(fields)
+    return module
+
+
+def _calls_super(cls: type, base: type) -> bool:
+    """Whether a class between the module's and torch's hands its forward on."""
+    forward = vars(cls).get("forward")
+    return cls is base or forward is None or "super" in forward.__code__.co_names

@@ -86,12 +86,10 @@ class MetaWeights(TorchDispatchMode):
         num_meta = sum(t.is_meta for t in tensors)
         if kwargs.get("device") is not None:
             if _only_moves(func, tensors, kwargs):
-                return tensors[0]  # x.to(weight.device) and weight.to(x.device): there is one device
+                return tensors[0]  # x.to(weight.device) hands x through, for where the model runs there is one device
             kwargs["device"] = META if tensors and num_meta == len(tensors) else CPU
         if not num_meta:
             return func(*args, **kwargs)
-        if func is aten._local_scalar_dense.default:
-            return torch.zeros((), dtype=tensors[0].dtype).item()
         if num_meta == len(tensors):
             try:
                 return func(*args, **kwargs)
@@ -181,14 +179,13 @@ def _copied_dicts(module: nn.Module) -> dict[str, dict[Any, Any]]:
 
 @contextlib.contextmanager
 def without_weights(model: nn.Module) -> Iterator[MetaWeights]:
-    """Run ``model`` under ``MetaWeights``. No trace stays in the model, the random state, the grad mode, the default device."""
+    """Run ``model`` under ``MetaWeights``. No trace stays in the model, the random state or the grad mode."""
     weights = MetaWeights()
     with (
         unchanged(model),
         torch.random.fork_rng(devices=[]),
         torch.inference_mode(False),
         torch.no_grad(),
-        torch.device(CPU),
         weights,
     ):
         replace_buffers(model)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from oslo_engine.errors import PlanError, UnsupportedError
-from oslo_engine.rewrite.meta_weights import META, without_weights
+from oslo_engine.rewrite.meta_weights import CPU, META, without_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -100,6 +100,11 @@ def example_inputs(model: PreTrainedModel, mode: Mode, *, root: str = "") -> dic
     """
     if mode not in get_args(Mode):
         raise PlanError("unknown mode to record", where="mode", expected=", ".join(get_args(Mode)), got=repr(mode))
+    with CPU:  # whatever the caller's default device
+        return _example_inputs(model, mode, root)
+
+
+def _example_inputs(model: PreTrainedModel, mode: Mode, root: str) -> dict[str, Any]:
     names = _argument_names(model.get_submodule(root).forward)
     if "input_ids" not in names:
         raise UnsupportedError(

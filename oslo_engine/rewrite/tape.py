@@ -50,7 +50,7 @@ class Opaque:
 
 
 def made_unseen(*inputs: Any) -> Any:
-    """Target of nodes for tensors made out of sight of the tape (``vmap``): they depend on the inputs."""
+    """Target of nodes for tensors made out of sight of the tape (``vmap``), or before it began: they depend on the inputs."""
 
 
 def written_through(before: Any, write: Any) -> Any:
@@ -77,10 +77,9 @@ class Tape(TorchFunctionMode):
         self.place: tuple[str, int] = ("", 0)  # (module, which call of it) that is running
         self._names = names
         self._nodes: dict[int, fx.Node] = {}
-        self._alive: list[Any] = []  # what has a node stays alive, or another tensor could take its id
-        self._sharing: dict[int, list[Tensor]] = {}  # storage -> known tensors in it
+        # storage -> the known tensors in it, by id. What has a node stays alive here, or another tensor could take its id.
+        self._sharing: dict[int, dict[int, Tensor]] = {}
         self._parents: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._num_constants = 0
         # The block call that is running, if any, and what it was given, reads and makes.
         self._call: int | None = None
         self._call_nodes: list[fx.Node] = []
@@ -94,9 +93,8 @@ class Tape(TorchFunctionMode):
     def bind(self, value: Any, node: fx.Node) -> None:
         """Let ``node`` stand for a value: a tensor, or a container whose tensors become getitem nodes."""
         if isinstance(value, Tensor):
-            self._alive.append(value)
             self._nodes[id(value)] = node
-            self._sharing.setdefault(value.untyped_storage()._cdata, []).append(value)
+            self._sharing.setdefault(_storage(value), {})[id(value)] = value
             return
         for key, child in entries_of(value) or ():
             if tensors_in(child):
@@ -119,7 +117,7 @@ class Tape(TorchFunctionMode):
         return {key: self.mapped(child) for key, child in entries}
 
     def node_of(self, tensor: Tensor) -> fx.Node:
-        """The node that made ``tensor``, created now if it is a parameter, a constant, or was made unseen."""
+        """The node that made ``tensor``, created now if it is a parameter, was made unseen, or was there before."""
         known = self._nodes.get(id(tensor))
         if known is not None:
             return known
@@ -130,16 +128,13 @@ class Tape(TorchFunctionMode):
     def _origin(self, tensor: Tensor) -> fx.Node:
         if id(tensor) in self._names:
             return self.graph.get_attr(self._names[id(tensor)])
-        base = tensor._base if tensor._is_view() else None
-        for made in (tensor, base):
-            if made is not None and made in self._made_in:
-                return self.add(escaped, (self._call_nodes[self._made_in[made]],), escape=self._made_in[made])
-        if tensor in self._parents:
-            return self.add(made_unseen, tuple(self.node_of(parent) for parent in self._parents[tensor]))
-        if base is not None:
-            return self.add(made_unseen, (self.node_of(base),))
-        self._num_constants += 1
-        return self.add(made_unseen, (), constant=self._num_constants)
+        if tensor in self._made_in:
+            call = self._made_in[tensor]
+            return self.add(escaped, (self._call_nodes[call],), escape=call)
+        parents = self._parents.get(tensor, ())
+        if not parents and tensor._is_view():
+            parents = (tensor._base,)
+        return self.add(made_unseen, tuple(self.node_of(parent) for parent in parents))
 
     def add(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **meta: Any) -> fx.Node:
         """Append a function call to the graph, at the place that is running."""
@@ -150,10 +145,9 @@ class Tape(TorchFunctionMode):
     def written(self, tensors: list[Tensor], node: fx.Node) -> None:
         """``node`` changed these tensors: renew everything that shares their storage."""
         changed = {id(tensor) for tensor in tensors}
-        for storage in {tensor.untyped_storage()._cdata for tensor in tensors}:
-            for tensor in self._sharing.get(storage, ()):
-                same = id(tensor) in changed
-                self._nodes[id(tensor)] = node if same else self.add(written_through, (self._nodes[id(tensor)], node))
+        for storage in {_storage(tensor) for tensor in tensors}:
+            for key in self._sharing.get(storage, ()):
+                self._nodes[key] = node if key in changed else self.add(written_through, (self._nodes[key], node))
 
     # ------------------------------------------------------------------ torch functions
 
@@ -174,7 +168,9 @@ class Tape(TorchFunctionMode):
         if is_read or is_new or written:
             node = self.add(func, self.mapped(tuple(args)), self.mapped(kwargs))
             node.meta.update(read=is_read, random=self._weights.num_draws > num_draws)
+            known = {id(tensor): self.node_of(tensor) for tensor in given}  # what is returned as it came stays what it was
             self.bind(out, node)
+            self._nodes.update(known)
             self.written(written, node)
         return out
 
@@ -222,3 +218,8 @@ class Tape(TorchFunctionMode):
         for made in (tensor, base):
             if made is not None and self._made_in.get(made, self._call) != self._call:
                 self.hidden_flows.add((self._made_in[made], self._call))  # type: ignore[arg-type]
+
+
+def _storage(tensor: Tensor) -> int:
+    """Identity of the memory behind a tensor; its own where it has none to share (sparse layouts)."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from oslo_engine.verify.launch import Outcome, run_ranks, warm_up
+from oslo_engine.policy.registry import find_policy
+from oslo_engine.policy.schema import Policy
+from oslo_engine.verify.launch import Outcome, run_ranks
 from oslo_engine.verify.report import Report, Row, merge_rows
+from oslo_engine.verify.settings import DType, Settings, Sizes
+from oslo_engine.verify.subject import find_subject
 from oslo_engine.verify.task import Task
-
-if TYPE_CHECKING:
-    from oslo_engine.policy.schema import Policy
-    from oslo_engine.verify.settings import DType, Settings, Sizes
 
 __all__ = ["verify"]
 
@@ -66,26 +66,21 @@ def verify(
     Communication: among the ranks that it starts. Torch's process group of this process, if it has one, is not touched.
     """
     started = time.monotonic()
-    warm_up()
-    # Imported now, while another process imports what the ranks need.
-    from oslo_engine.policy.registry import find_policy
-    from oslo_engine.verify.settings import Settings, Sizes
-    from oslo_engine.verify.subject import find_subject
-
     sizes = Sizes(heads=heads, kv_heads=kv_heads, vocab=vocab, layers=layers, tied=tied, full=full_size)
-    subject = find_subject(model)
     settings = Settings(
         tp=tp,
         pp=pp,
         schedule=schedule,
         micro_batch_size=micro_batch_size,
         sequence_parallel=sequence_parallel,
-        policy=None if tp * pp == 1 and policy is None else find_policy(policy, subject.config.model_type),
         dtype=dtype,
         dropout=dropout,
         gradient_checkpointing=gradient_checkpointing,
         seed=seed,
     )
+    subject = find_subject(model)
+    if settings.num_ranks > 1 or policy is not None:
+        settings = dataclasses.replace(settings, policy=find_policy(policy, subject.config.model_type))
     small = subject.shrunk(sizes, num_blocks=settings.num_blocks, dropout=dropout)
     outcome = run_ranks(lambda folder: Task(small, settings, tied, folder, timeout_s), settings.num_ranks, timeout_s)
     if outcome.refused is not None:
@@ -109,7 +104,7 @@ def _asked_for(settings: Settings, sizes: Sizes) -> dict[str, Any]:
     """tp and pp, and what is not the default."""
     asked: dict[str, Any] = {"tp": settings.tp, "pp": settings.pp}
     for part in (settings, sizes):
-        for field in fields(part):
+        for field in dataclasses.fields(part):
             value = getattr(part, field.name)
             if field.name not in asked and field.name != "policy" and value != field.default:
                 asked[field.name] = value

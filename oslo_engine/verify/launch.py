@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
@@ -56,13 +55,6 @@ class Outcome:
             self.done.add(rank)
 
 
-def warm_up() -> None:
-    """Begin to import in the background what the ranks need."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    forkserver.ensure_running()
-
-
 def run_ranks(make_task: Callable[[Path], Task], num_ranks: int, timeout_s: float) -> Outcome:
     """Run the task on every rank until all are done, one has failed, or the time is up.
 
@@ -73,6 +65,7 @@ def run_ranks(make_task: Callable[[Path], Task], num_ranks: int, timeout_s: floa
     ranks: list[Any] = []
     pipes: list[Connection] = []
     task = make_task(folder)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
     try:
         for rank in range(num_ranks):
             process, pipe = _start(task, rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from oslo_engine.errors import PlanError
+from oslo_engine.errors import BatchError, PlanError
 from oslo_engine.pipeline.orders import num_stages
 from oslo_engine.topology import Topology
 
@@ -64,6 +64,10 @@ class Settings:
     def __post_init__(self) -> None:
         Topology(tp=self.tp, pp=self.pp)
         num_stages(self.schedule, self.pp)  # type: ignore[arg-type]  # raises for an unknown one
+        if isinstance(self.micro_batch_size, bool) or not isinstance(self.micro_batch_size, int) or self.micro_batch_size < 1:
+            raise BatchError(
+                "the micro-batch size must be a positive integer", expected=">= 1 rows", got=repr(self.micro_batch_size)
+            )
         if self.dtype not in DTYPES:
             raise PlanError(
                 "no such number format", where="dtype", expected="one of " + ", ".join(DTYPES), got=repr(self.dtype)

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = Path(sys.executable).parent / "oslo-engine"
@@ -74,12 +73,7 @@ def test_verify_fails_on_a_policy_that_runs_and_is_wrong(tmp_path: Path) -> None
     [
         (("no_such_model",), "there is no such model"),
         (("gpt2", "--tp", 0), "positive integer"),
-        (("gpt2", "--heads", 4, "--kv-heads", 3), "multiple of KV heads"),
-        (("gpt2", "--kv-heads", 2), "no size for kv_heads"),
-        (("gpt2", "--pp", 2, "--schedule", "zigzag"), "no such pipeline schedule"),
-        (("gpt2", "--tp", 2, "--policy", "no_such_policy"), "no such policy"),
-        (("mamba", "--tp", 2), "no policy serves"),
-        (("gpt2", "--tp", "two"), "not a valid"),
+        (("gpt2", "--tp", "two"), "Invalid value for '--tp'"),
     ],
     ids=str,
 )
@@ -97,55 +91,3 @@ def test_policy_list_names_every_policy_and_what_it_serves() -> None:
     assert ran.returncode == 0
     assert {file.stem for file in (ROOT / "policies").glob("*.yaml")} <= set(ran.stdout.split())
     assert "qwen3" in ran.stdout
-
-
-def test_policy_show_gives_the_plan_of_a_model() -> None:
-    ran = run("policy", "show", "gpt2", "--tp", 4, "--pp", 2)
-    assert ran.returncode == 0, ran.stderr
-    rows = {" ".join(line.split()) for line in ran.stdout.splitlines()}
-    assert "transformer.h.*.attn.c_attn.weight (12) 768 x 2304 dim 1 in 3 parts: 4 x 576 1.688 MiB 0-1" in rows
-    assert any(row.startswith("transformer.wte.weight = lm_head.weight 50257 x 768 dim 0: 12565, 12564,") for row in rows)
-    assert "transformer.h.*.ln_1.bias (12) 768 whole 3 KiB 0-1" in rows
-    assert sum(row[:1].isdigit() for row in rows) == 8  # ranks
-
-
-def test_policy_show_takes_a_folder_and_refuses_sizes_that_do_not_fit(tmp_path: Path) -> None:
-    GPT2Config(n_layer=2, n_head=4, n_embd=32).save_pretrained(tmp_path)
-    shown = run("policy", "show", tmp_path, "--tp", 2)
-    assert shown.returncode == 0, shown.stderr
-    assert "transformer.h.*.attn.c_proj.weight (2)" in shown.stdout
-    assert_refused(run("policy", "show", tmp_path, "--tp", 5), "fewer num_attention_heads")
-
-
-def test_policy_check_passes_on_an_installed_policy() -> None:
-    ran = run("policy", "check", "bert")
-    assert (ran.returncode, ran.stdout.strip()) == (0, "bert: ok"), ran.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "policies").glob("*.yaml")))
-def test_policy_check_passes_on_every_installed_policy(name: str) -> None:
-    ran = run("policy", "check", name)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-
-
-@pytest.mark.parametrize(
-    ("text", "line", "complaint"),
-    [
-        ("extends: gpt2\nregions:\n  mlp:\n    rows: {c_proj: feature, c_none: feature}\n", 4, "matches nothing"),
-        ("extends: gpt2\nmodels: [gpt2]\nregions:\n  mlp:\n    columns: {c_fc: head}\n", 5, ""),
-        ("extends: gpt2\nmodels: [gpt2]\nregoins: {}\n", 3, "not valid"),
-    ],
-    ids=["rule without a match", "wrong unit", "unknown key"],
-)
-def test_policy_check_names_the_line_of_a_fault(tmp_path: Path, text: str, line: int, complaint: str) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text(text if "models" in text else f"{text}models: [gpt2]\n")
-    ran = run("policy", "check", file)
-    assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert f"{file}:{line}" in ran.stdout
-    assert complaint in ran.stdout
-
-
-def test_policy_check_of_no_policy_is_bad_input() -> None:
-    assert_refused(run("policy", "check", "no_such_policy"), "no such policy")

@@ -46,7 +46,9 @@ def key_is_unique(folder: Path) -> bool:
     return not (folder / "layout.json").exists()
 
 
-@pytest.mark.parametrize(("name", "tp", "pp"), [("gpt2", 2, 2), ("llama_two_kv", 4, 1), ("llama", 2, 2), ("t5", 2, 2), ("bert", 1, 2)])
+@pytest.mark.parametrize(
+    ("name", "tp", "pp"), [("gpt2", 2, 2), ("llama_two_kv", 4, 1), ("llama", 2, 2), ("t5", 2, 2), ("bert", 1, 2)]
+)
 def test_the_ranks_write_one_split_checkpoint(rank_pool: Any, tmp_path: Path, name: str, tp: int, pp: int) -> None:
     listings = rank_pool(tp * pp).run(save_job, tmp_path / "a", name, tp, pp, False, {})
     assert all("layout.json" in listing for listing in listings), "it is complete when the call returns, on every rank"
@@ -95,14 +97,18 @@ def test_one_process_saves_too(tmp_path: Path) -> None:
     save_split(model, tmp_path / "split")
     same(tmp_path / "split", "gpt2")
     save_merged(model, tmp_path / "merged")
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").lm_head.weight, whole_model("gpt2").lm_head.weight)
+    assert torch.equal(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged").lm_head.weight, whole_model("gpt2").lm_head.weight
+    )
 
 
 def test_virtual_stages_and_data_parallel_copies_are_saved_once(rank_pool: Any, tmp_path: Path) -> None:
     rank_pool(2).run(save_job, tmp_path / "a", "gpt2", 1, 2, False, {"schedule": "interleaved"})
     same(tmp_path / "a", "gpt2")
     rank_pool(4).run(save_job, tmp_path / "b", "llama", 2, 1, False, {})
-    assert sorted(path.name for path in (tmp_path / "b").glob("*.safetensors")) == [f"model_tp={tp}_pp=0.safetensors" for tp in (0, 1)]
+    assert sorted(path.name for path in (tmp_path / "b").glob("*.safetensors")) == [
+        f"model_tp={tp}_pp=0.safetensors" for tp in (0, 1)
+    ]
     same(tmp_path / "b", "llama")
 
 
@@ -160,7 +166,7 @@ def test_a_former_checkpoint_is_replaced_and_other_files_stay(rank_pool: Any, tm
     rank_pool(4).run(save_job, tmp_path / "a", "gpt2", 2, 2, merged, {})
     same(tmp_path / "a", "gpt2")
     assert (tmp_path / "a" / "tokenizer.json").read_text() == "t"
-    assert not (tmp_path / "a" / "model_tp=0_pp=0.safetensors").exists() == merged
+    assert (tmp_path / "a" / "model_tp=0_pp=0.safetensors").exists() != merged
     assert os.listdir(tmp_path) == ["a"]
 
 
@@ -185,7 +191,9 @@ def disk_full() -> None:
 @pytest.mark.parametrize(
     ("bad_rank", "what"), [(0, "begin"), (3, "write_safetensors"), (2, "find"), (0, "commit"), (0, "_write_config")]
 )
-def test_an_error_on_one_rank_is_an_error_on_all(rank_pool: Any, tmp_path: Path, merged: bool, bad_rank: int, what: str) -> None:
+def test_an_error_on_one_rank_is_an_error_on_all(
+    rank_pool: Any, tmp_path: Path, merged: bool, bad_rank: int, what: str
+) -> None:
     former(tmp_path / "a")
     errors = rank_pool(4).run(save_with, tmp_path / "a", merged, bad_rank, what, disk_full)
     assert errors[bad_rank].startswith("OSError")
@@ -204,8 +212,12 @@ def die() -> None:
     os._exit(9)
 
 
-@pytest.mark.parametrize(("merged", "bad_rank", "what"), [(False, 3, "write_safetensors"), (False, 0, "commit"), (True, 0, "write_merged")])
-def test_a_killed_save_leaves_the_former_checkpoint(rank_pool: Any, tmp_path: Path, merged: bool, bad_rank: int, what: str) -> None:
+@pytest.mark.parametrize(
+    ("merged", "bad_rank", "what"), [(False, 3, "write_safetensors"), (False, 0, "commit"), (True, 0, "write_merged")]
+)
+def test_a_killed_save_leaves_the_former_checkpoint(
+    rank_pool: Any, tmp_path: Path, merged: bool, bad_rank: int, what: str
+) -> None:
     former(tmp_path / "a")
     with pytest.raises(RankFailure):
         rank_pool(4).run(save_with, tmp_path / "a", merged, bad_rank, what, die)

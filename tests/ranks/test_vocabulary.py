@@ -20,26 +20,44 @@ VOCABULARY, HIDDEN = 131, 8
 IDS = torch.tensor([[0, 1, 43, 44, 65], [66, 87, 88, 130, 0], [5, 5, 130, 7, 66]])
 
 
-class ScaledEmbedding(nn.Embedding):
-    """Scales its output and normalises it, as some models' embeddings do."""
+class RichEmbedding(nn.Embedding):
+    """Normalises, scales and has a vector of its own for one token: each is done by some model's embedding."""
+
+    special_token = 87
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.norm = nn.LayerNorm(self.embedding_dim, dtype=self.weight.dtype)
+        self.special = nn.Parameter(torch.ones(self.embedding_dim, dtype=self.weight.dtype))
         nn.init.normal_(self.norm.weight)
         nn.init.normal_(self.norm.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.norm(super().forward(input)) * 3.5
+        output = self.norm(super().forward(input)) * 3.5
+        output[input == self.special_token] = self.special
+        return output
 
 
-class ScaledHead(nn.Linear):
+class RichHead(nn.Linear):
+    """Scales all logits by one number, and each by its own."""
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.scale = nn.Parameter(torch.full((), 0.7, dtype=self.weight.dtype))
+        self.scales = nn.Parameter(torch.linspace(0.5, 1.5, self.out_features, dtype=self.weight.dtype))
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * self.scale
+        return super().forward(input) * self.scale * self.scales.to(self.weight.dtype)
+
+
+class OwnLookup(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.embedding(input, self.weight)
+
+
+class OwnProduct(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ self.weight.T
 
 
 def cut(module: nn.Module, axis: Axis) -> nn.Module:
@@ -54,7 +72,7 @@ def cut(module: nn.Module, axis: Axis) -> nn.Module:
 def check_embedding(padding: int | None, kind: str) -> None:
     axis = tp_axis()
     torch.manual_seed(1)
-    cls = {"plain": nn.Embedding, "scaled": ScaledEmbedding}[kind]
+    cls = {"plain": nn.Embedding, "rich": RichEmbedding}[kind]
     whole = cls(VOCABULARY, HIDDEN, padding_idx=padding, dtype=torch.float64)
     nn.init.normal_(whole.weight)  # the padding row too: its value counts, its gradient does not
     local = cut(whole, axis)
@@ -70,17 +88,16 @@ def check_embedding(padding: int | None, kind: str) -> None:
     (got * weight).sum().backward()
     vocab = layout_of(VOCABULARY, axis)
     assert_close(split.weight.grad, whole.weight.grad[vocab.start : vocab.stop], 1e-12, "rows")
-    if kind == "scaled":
-        assert_close(dict(split.named_parameters())["norm.weight"].grad, whole.norm.weight.grad, 1e-12, "norm")
-    if padding is not None:
-        owns = vocab.start <= padding < vocab.stop
-        assert split.padding_idx == (padding - vocab.start if owns else None)
-        if owns:
-            assert not split.weight.grad[padding - vocab.start].any()
+    if kind == "rich":
+        for name in ("norm.weight", "norm.bias", "special"):
+            assert_close(split.get_parameter(name).grad, whole.get_parameter(name).grad, 1e-12, name)
+    assert split.padding_idx == padding
+    if padding is not None and vocab.start <= padding < vocab.stop:
+        assert not split.weight.grad[padding - vocab.start].any()
 
 
 @pytest.mark.parametrize("tp", [2, 3])
-@pytest.mark.parametrize("kind", ["plain", "scaled"])
+@pytest.mark.parametrize("kind", ["plain", "rich"])
 @pytest.mark.parametrize("padding", [None, 0, 66, 130])
 def test_embedding_and_its_gradient_equal_the_whole_table(rank_pool, tp, kind, padding):
     rank_pool(tp).run(check_embedding, padding, kind)
@@ -104,7 +121,7 @@ def test_ids_outside_the_vocabulary_raise_on_every_rank(rank_pool):
 def check_head(kind: str, bias: bool) -> None:
     axis = tp_axis()
     torch.manual_seed(1)
-    cls = {"plain": nn.Linear, "scaled": ScaledHead}[kind]
+    cls = {"plain": nn.Linear, "rich": RichHead}[kind]
     whole = cls(HIDDEN, VOCABULARY, bias=bias, dtype=torch.float64)
     local = cut(whole, axis)
     split = vocab_parallel_head(local, axis, slice_sizes(VOCABULARY, axis.size))
@@ -121,12 +138,13 @@ def check_head(kind: str, bias: bool) -> None:
     losses[0].backward()
     with CollectiveCounter() as backward:
         losses[1].backward()
-    assert backward.calls["allreduce"] == [1 + (kind == "scaled"), hidden.numel() * 8 + 8 * (kind == "scaled")]
+    num_scales = VOCABULARY + 1 if kind == "rich" else 0
+    assert backward.calls["allreduce"] == [1 + 2 * (kind == "rich"), (hidden.numel() + num_scales) * 8]
     assert_close(inputs[1].grad, inputs[0].grad, 1e-12, "hidden states")
     vocab = layout_of(VOCABULARY, axis)
     for name, parameter in split.named_parameters():
         expected = dict(whole.named_parameters())[name].grad
-        assert_close(parameter.grad, expected if name == "scale" else expected[vocab.start : vocab.stop], 1e-12, name)
+        assert_close(parameter.grad, expected if "scale" in name else expected[vocab.start : vocab.stop], 1e-12, name)
     with torch.no_grad(), CollectiveCounter() as count:
         gathered = split(hidden)
     assert type(gathered) is Tensor
@@ -138,7 +156,7 @@ def check_head(kind: str, bias: bool) -> None:
 
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "scaled"])
+@pytest.mark.parametrize("kind", ["plain", "rich"])
 def test_head_gives_a_slice_with_gradients_and_whole_logits_without(rank_pool, tp, kind, bias):
     rank_pool(tp).run(check_head, kind, bias)
 
@@ -146,15 +164,15 @@ def test_head_gives_a_slice_with_gradients_and_whole_logits_without(rank_pool, t
 def check_identity() -> None:
     axis = tp_axis()
     sizes = slice_sizes(VOCABULARY, axis.size)
-    embeddings = [cut(ScaledEmbedding(VOCABULARY, HIDDEN, padding_idx=66), axis) for _ in range(2)]
+    embeddings = [cut(RichEmbedding(VOCABULARY, HIDDEN, padding_idx=66), axis) for _ in range(2)]
     head = cut(nn.Linear(HIDDEN, VOCABULARY), axis)
     keys = list(embeddings[0].state_dict())
     for embedding in embeddings:
         vocab_parallel_embedding(embedding, axis, sizes)
     vocab_parallel_head(head, axis, sizes)
-    assert isinstance(embeddings[0], ScaledEmbedding)
+    assert isinstance(embeddings[0], RichEmbedding)
     assert type(embeddings[0]) is type(embeddings[1])
-    assert (type(embeddings[0]).__name__, type(embeddings[0]).__module__) == ("ScaledEmbedding", ScaledEmbedding.__module__)
+    assert (type(embeddings[0]).__name__, type(embeddings[0]).__module__) == ("RichEmbedding", RichEmbedding.__module__)
     assert list(embeddings[0].state_dict()) == keys
     assert embeddings[0].weight.shape[0] == sizes[axis.rank]
     assert (embeddings[0].num_embeddings, head.out_features) == (VOCABULARY, VOCABULARY)
@@ -190,6 +208,19 @@ def test_an_axis_of_one_rank_changes_nothing():
 def test_a_head_that_does_not_hold_its_slice_is_refused(module, sizes, message):
     with pytest.raises(PlanError, match=message):
         vocab_parallel_head(module, Axis("tp", size=2, rank=0), sizes)
+
+
+@pytest.mark.parametrize(
+    ("make_parallel", "module"),
+    [
+        (vocab_parallel_embedding, OwnLookup(66, HIDDEN)),
+        (vocab_parallel_head, OwnProduct(HIDDEN, 66)),
+        (vocab_parallel_head, nn.Conv1d(HIDDEN, 66, 1)),
+    ],
+)
+def test_a_class_that_does_the_lookup_or_the_product_itself_is_refused(make_parallel, module):
+    with pytest.raises(PlanError, match=type(module).__name__):
+        make_parallel(module, Axis("tp", size=2, rank=0), (66, 65))
 
 
 @pytest.mark.parametrize("setting", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])

@@ -1,4 +1,4 @@
-"""Ranks of a split model in one process: models on meta as ``parallelize`` leaves them, and split checkpoints of whole models."""
+"""Ranks of a split model in one process: models on meta as ``parallelize`` leaves them, and split checkpoints."""
 
 from __future__ import annotations
 

@@ -16,7 +16,12 @@ from oslo_engine.checkpoint.atomic import abandoned_on_error, begin, commit, rec
 from oslo_engine.checkpoint.source import open_source
 from oslo_engine.errors import CheckpointError
 
-OLD = {"layout.json": "old", "model_tp=0_pp=0.safetensors": "old 0", "model_tp=1_pp=0.safetensors": "old 1", "config.json": "old c"}
+OLD = {
+    "layout.json": "old",
+    "model_tp=0_pp=0.safetensors": "old 0",
+    "model_tp=1_pp=0.safetensors": "old 1",
+    "config.json": "old c",
+}
 NEW = {"layout.json": "new", "model_tp=0_pp=0.safetensors": "new 0", "config.json": "new c"}
 FOREIGN = {"tokenizer.json": "t", "README.md": "r", "runs/log": "l"}
 STEPS = ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync")
@@ -79,7 +84,11 @@ def test_a_save_replaces_the_checkpoint_and_keeps_what_is_not_part_of_it(tmp_pat
 
 
 def test_files_of_the_other_form_are_replaced_too(tmp_path: Path, way: str) -> None:
-    merged = {"model-00001-of-00002.safetensors": "m", "model-00002-of-00002.safetensors": "m", "model.safetensors.index.json": "i"}
+    merged = {
+        "model-00001-of-00002.safetensors": "m",
+        "model-00002-of-00002.safetensors": "m",
+        "model.safetensors.index.json": "i",
+    }
     write(tmp_path / "target", merged | FOREIGN)
     save(tmp_path / "target")
     assert read(tmp_path / "target") == NEW | FOREIGN
@@ -269,7 +278,9 @@ def test_recovery_waits_for_a_save_that_is_alive(tmp_path: Path, monkeypatch: py
     assert read(target) == NEW | FOREIGN
 
 
-def test_the_hidden_folder_lies_beside_the_target_on_the_same_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hidden_folder_lies_beside_the_target_on_the_same_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert staging_folder(tmp_path / "target") == tmp_path / ".target.saving"
     monkeypatch.setattr(os.path, "ismount", lambda path: True)
     assert staging_folder(tmp_path / "target") == tmp_path / "target" / ".saving"

@@ -179,7 +179,9 @@ def mixtral_checkpoint(folder: Path) -> tuple[PreTrainedModel, Path]:
     torch.manual_seed(0)
     whole = cls(config)
     saved(whole, folder)
-    assert any("experts.3.w1" in name for name in open_source(folder).names())  # one tensor an expert on disk, one a layer in memory
+    assert any(
+        "experts.3.w1" in name for name in open_source(folder).names()
+    )  # one tensor an expert on disk, one a layer in memory
     return whole, folder
 
 
@@ -204,7 +206,9 @@ def test_experts_can_be_cut_in_any_dimension(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_lacks_an_expert_is_an_error(tmp_path: Path) -> None:
     whole, folder = mixtral_checkpoint(tmp_path)
-    edited(folder, lambda tensors: {name: t for name, t in tensors.items() if "layers.1.block_sparse_moe.experts.2.w1" not in name})
+    edited(
+        folder, lambda tensors: {name: t for name, t in tensors.items() if "layers.1.block_sparse_moe.experts.2.w1" not in name}
+    )
     with pytest.raises(CheckpointError, match="conversion of these weights fails"):
         check(MixtralForCausalLM, whole.config, 1, 1, folder, whole)
 
@@ -241,7 +245,7 @@ def masked_for_classification(folder: Path) -> Any:
 
 def test_the_report_is_that_of_transformers(tmp_path: Path) -> None:
     config = masked_for_classification(tmp_path)
-    right, info = BertForSequenceClassification.from_pretrained(tmp_path, config=config, output_loading_info=True)
+    _, info = BertForSequenceClassification.from_pretrained(tmp_path, config=config, output_loading_info=True)
     plan = plan_of(BertForSequenceClassification, config, 2, 2)
     for rank in range(4):
         model, mesh = rank_model(BertForSequenceClassification, config, plan, rank)
@@ -271,7 +275,9 @@ def test_a_new_head_is_initialised_as_transformers_would(tmp_path: Path, tp: int
 
 def test_a_missing_vocabulary_is_initialised_once_for_all_its_names(tmp_path: Path) -> None:
     whole = whole_model("gpt2")
-    folder = edited(saved(whole, tmp_path), lambda tensors: {n: t for n, t in tensors.items() if "wte" not in n and "h.1.ln" not in n})
+    folder = edited(
+        saved(whole, tmp_path), lambda tensors: {n: t for n, t in tensors.items() if "wte" not in n and "h.1.ln" not in n}
+    )
     torch.manual_seed(11)
     right = GPT2LMHeadModel.from_pretrained(folder)
     plan = plan_of(GPT2LMHeadModel, whole.config, 2, 2)

@@ -129,7 +129,11 @@ def test_everything_else_in_the_folder_is_copied_and_a_former_checkpoint_replace
     (tmp_path / "split" / "tokenizer.json").write_text("t")
     shutil.copytree(tmp_path / "split", tmp_path / "merged")  # the same folder name was used for a split save before
     merge(tmp_path / "split", tmp_path / "merged")
-    assert sorted(path.name for path in (tmp_path / "merged").iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(path.name for path in (tmp_path / "merged").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     assert not staging_folder(tmp_path / "merged").exists()
 
 

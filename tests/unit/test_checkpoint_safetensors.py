@@ -148,7 +148,7 @@ DAMAGED = {
     "bytes left over": {"x": entry(shape=[1], data_offsets=[0, 4])},
     "more bytes than the shape has": {"x": entry(shape=[1])},
     "a huge shape": {"x": entry(shape=[1 << 40, 1 << 40])},
-    "a name twice": b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"x":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',
+    "a name twice": b'{"x":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"x":{"dtype":"U8","shape":[4],"data_offsets":[4,8]}}',
 }
 
 
@@ -184,5 +184,5 @@ def test_a_file_truncated_after_it_was_opened_is_an_error(tmp_path: Path) -> Non
 
 
 def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="none.safetensors"):
+    with pytest.raises(CheckpointError, match=r"none\.safetensors"):
         SafetensorsFile(tmp_path / "none.safetensors")

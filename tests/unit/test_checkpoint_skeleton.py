@@ -15,7 +15,10 @@ from split_models import CPU, MODELS
 
 
 def peak_resident_bytes() -> int:
-    return int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")).split()[1]) << 10
+    return (
+        int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")).split()[1])
+        << 10
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -23,11 +26,15 @@ def test_parameters_are_on_meta_and_buffers_are_those_of_the_real_model(name: st
     cls, config = MODELS[name]()
     model, right = meta_model(cls, config, torch.bfloat16), cls._from_config(config, dtype=torch.bfloat16)
     assert all(parameter.is_meta for parameter in model.parameters())
-    assert [(n, p.shape, p.dtype) for n, p in model.named_parameters()] == [(n, p.shape, p.dtype) for n, p in right.named_parameters()]
+    assert [(n, p.shape, p.dtype) for n, p in model.named_parameters()] == [
+        (n, p.shape, p.dtype) for n, p in right.named_parameters()
+    ]
     buffers = dict(model.named_buffers())
     assert buffers.keys() == dict(right.named_buffers()).keys()
     assert all(torch.equal(buffers[name], buffer) for name, buffer in right.named_buffers())
-    assert len(list(model.named_parameters(remove_duplicate=False))) == len(list(right.named_parameters(remove_duplicate=False)))
+    assert len(list(model.named_parameters(remove_duplicate=False))) == len(
+        list(right.named_parameters(remove_duplicate=False))
+    )
 
 
 def test_the_random_state_is_left_alone() -> None:
@@ -45,7 +52,12 @@ def test_buffers_are_real_whatever_the_default_device_is() -> None:
 
 def test_seventy_billion_parameters_take_no_memory() -> None:
     config = LlamaConfig(
-        hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672, vocab_size=128256
+        hidden_size=8192,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        intermediate_size=28672,
+        vocab_size=128256,
     )
     meta_model(*MODELS["llama"]())
     before, start = peak_resident_bytes(), time.process_time()

@@ -110,13 +110,16 @@ def split(tmp_path: Path) -> Path:
 
 def refused(folder: Path, name: str, *, read: bool = False, verify: bool = False) -> CheckpointError:
     """The error of opening (reading, checking) a checkpoint, which names the file."""
-    with pytest.raises(CheckpointError) as error:
+
+    def use() -> None:
         source = open_source(folder)
-        if read:
-            for key in source.names():
-                source.read(key)
+        for key in source.names() if read else ():
+            source.read(key)
         if verify:
             verify_source(source)
+
+    with pytest.raises(CheckpointError) as error:
+        use()
     assert name in (error.value.where or "")
     return error.value
 

@@ -66,7 +66,7 @@ def test_the_decoder_of_t5_gets_the_encoder_and_later_also_both_position_biases(
     assert carried[3] == (encoder, self_bias, cross_bias, Value(5, (0,)))
 
 
-def test_values_needed_further_on_are_handed_through_the_stages_between() -> None:
+def test_eight_stages_of_t5() -> None:
     recording = recording_of("t5")
     carried = analyze(recording, [0, 1, 2, 3, 4, 5, 6, 7], 8).carried
     assert all(Value(0, (1,)) in carried[stage] for stage in (1, 2, 3))
@@ -98,9 +98,10 @@ def test_keys_and_values_that_later_blocks_reuse_are_carried() -> None:
     )
 
 
-def test_requested_hidden_states_are_carried_to_the_output() -> None:
+def test_what_only_the_output_needs_is_handed_through_all_stages() -> None:
     recording = recording_of("llama", "forward", {"output_hidden_states": True})
-    assert analyze(recording, [0, 0, 1, 1], 2).carried[1] == (Value(0, ()), Value(1, ()))
+    first, second, third = (Value(call, ()) for call in (0, 1, 2))
+    assert analyze(recording, [0, 1, 2, 3], 4).carried == ((), (first,), (first, second), (first, second, third))
 
 
 # ---------------------------------------------------------------- what a stage holds

@@ -46,6 +46,7 @@ def test_a_real_value_is_left_alone_by_a_write_of_unknown_values(weights: MetaWe
     value, out = torch.ones(2, 6), torch.ones(2, 6)
     with weights:
         assert value.add_(W[:1, :1]) is value
+        assert torch.ops.aten.add_.Tensor(value, W[:1, :1]) is value
         torch.add(value, W[:1, :1], out=out)
     assert torch.equal(value, torch.ones(2, 6))
     assert torch.equal(out, torch.ones(2, 6))
@@ -77,11 +78,13 @@ def test_draws_of_random_numbers_are_counted(weights: MetaWeights) -> None:
 def test_rows_chosen_by_a_real_mask_are_counted(weights: MetaWeights) -> None:
     with weights:
         assert W[torch.tensor([True, False, True, False, False, True])].shape == (3, 4)
+        experts = torch.empty(3, MAX_REAL_NUMEL, device="meta")
+        assert experts[torch.tensor([True, False, True])].shape == (2, MAX_REAL_NUMEL)
 
 
 def test_everything_is_on_one_device(weights: MetaWeights) -> None:
     with weights:
-        assert torch.equal(X.to(W.device), X)
+        assert X.to(W.device) is X
         assert not torch.zeros(3, device=W.device).is_meta
         assert W.to(X.device).is_meta
         assert X.to(W.device, torch.float64).dtype is torch.float64
@@ -96,8 +99,8 @@ def test_operations_without_a_meta_kernel_run_on_zeros(weights: MetaWeights) -> 
 
 
 def test_a_grouped_product_has_the_shape_of_rows_and_features(weights: MetaWeights) -> None:
-    experts = torch.empty(2, 16, 32, device="meta", dtype=torch.bfloat16)
-    rows = torch.zeros(8, 16, dtype=torch.bfloat16)
+    experts = torch.empty(2, 16, 32, device="meta")
+    rows = torch.zeros(8, 16)
     with weights:
         assert torch._grouped_mm(rows, experts, offs=torch.tensor([4, 8], dtype=torch.int32)).shape == (8, 32)
 

@@ -191,6 +191,16 @@ def test_a_value_that_is_only_passed_on_is_not_computed_again() -> None:
     assert output.all_input_nodes == [recording.calls[0].node]
 
 
+def test_a_tensor_returned_as_it_came_beside_new_ones_stays_what_it_was() -> None:
+    def forward(model: Toy, ids: Tensor) -> Tensor:
+        first = model.layers[0](model.embed(ids))
+        same, _ = torch.atleast_1d(first, model.layers[1](first).sum())
+        assert same is first
+        return same + 0
+
+    assert output_depends_on(toy(forward)) == {0}
+
+
 # ---------------------------------------------------------------- what blocks return, and what else they do
 
 

@@ -175,6 +175,12 @@ def test_the_encoder_can_be_asked_for_by_name() -> None:
     assert set(example_inputs(small("t5"), "forward", root="encoder")) == {"input_ids", "attention_mask", "use_cache"}
 
 
+def test_the_callers_default_device_does_not_matter() -> None:
+    model = small("llama")
+    with torch.device("meta"):
+        assert not example_inputs(model, "train")["labels"].is_meta
+
+
 def test_making_inputs_leaves_the_model_as_it_was() -> None:
     model = small("bart")
     before = [dict(module.__dict__) for module in model.modules()]

@@ -179,6 +179,7 @@ def test_size_that_the_config_does_not_have_is_refused() -> None:
         ({"pp": 2, "schedule": "zigzag"}, "no such pipeline schedule"),
         ({"schedule": "gpipe"}, "there is one"),
         ({"sequence_parallel": True}, "there is one"),
+        ({"micro_batch_size": 0}, "micro-batch size"),
         ({"dtype": "int8"}, "number format"),
         ({"dropout": 1.0}, "between 0 and 1"),
     ],
