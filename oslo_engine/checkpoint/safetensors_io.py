@@ -224,7 +224,7 @@ def write_safetensors(
             raise CheckpointError("safetensors has no such type", where=name, got=str(spec.dtype), expected=", ".join(DTYPES))
         header[name] = {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [end, end + spec.num_bytes]}
         end += spec.num_bytes
-    encoded = json.dumps(header).encode()
+    encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     digest = hashlib.sha256()
     with open(path, "wb", buffering=0) as file:

@@ -50,13 +50,13 @@ class RandomStreams:
         self.enabled = enabled
 
     @contextmanager
-    def batch(self, micro_batch: int = 0) -> Iterator[None]:
+    def batch(self, micro_batch: int = 0, *, step: int | None = None) -> Iterator[None]:
         """Run a training forward on the stream of (step, micro-batch); the user's generators are left as they were."""
         if not self.enabled:
             yield
             return
         saved = self._save()
-        self._batch_seed = _mix(self.seed, self.dp_rank, self.step, micro_batch)
+        self._batch_seed = _mix(self.seed, self.dp_rank, self.step if step is None else step, micro_batch)
         self._seed(self._batch_seed)
         try:
             yield

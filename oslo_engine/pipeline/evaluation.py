@@ -53,8 +53,7 @@ def evaluate(program: ModelProgram, module: nn.Module, kwargs: Mapping[str, Any]
     if any("label" in name for name in given):
         micros = weigh_by_labels(micros, shift_labels=program.shifts_labels)
     program.runtime.refuse_open_loop()
-    program.begin(module, given)
-    outputs = program.runtime.evaluate(micros)
+    outputs = program.runtime.evaluate(program.prepared(micros, module, given))
     merged = None if outputs is None else _merge(outputs, micros)
     axis, source = program.runtime.links.axis, program.state.plan.rank_of_stage[-1]
     only_ids_travel = program.decoding and module is program.model  # the encoder's output is needed by every decoder stage

@@ -26,12 +26,14 @@ class MicroBatch:
 
     weight: what its loss is multiplied by, so that the losses of all micro-batches add up to the whole batch's.
     signature: equal for micro-batches whose arguments have equal names, shapes, dtypes and plain values.
+    context: what the stage program wants to know about the batch; the runtime hands it on.
     """
 
     index: int
     kwargs: dict[str, Any]
     weight: float
     signature: tuple[Any, ...]
+    context: Any = None
 
 
 def split_batch(kwargs: Mapping[str, Any], micro_batch_size: int) -> list[MicroBatch]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,7 +49,6 @@ class ModelProgram:
         self.runtime = PipelineRuntime(self, links, schedule=state.plan.schedule, device=mesh.device)
         self._shared = _SharedGradients(model, state)
         self.shifts_labels = flows.shifts_labels()
-        self._call: _Call | None = None
         self.decoding = False  # whether generate() is running: then only token ids travel, not logits
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelProgram:
@@ -60,12 +60,11 @@ class ModelProgram:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def run(self, stage: int, received: tuple[Tensor, ...], micro: MicroBatch) -> tuple[Tensor, ...] | Any:
-        call, state = self._call, self.state
-        assert call is not None
+        call, state = micro.context, self.state
         run = StageRun(self.model, self.flows.twin, call.flow, stage, received, state.streams)
         if run.only_relays:
             return run.outgoing()
-        with state.switch.handled_by(run), state.streams.batch(micro.index):
+        with state.switch.handled_by(run), state.streams.batch(micro.index, step=call.step):
             try:
                 output = call.module(**self._with_cache_of(stage, micro.kwargs))
             except StageDone:
@@ -119,8 +118,8 @@ class ModelProgram:
         call.forward = call  # type: ignore[attr-defined]  # its signature is read
         return call
 
-    def begin(self, module: nn.Module, kwargs: Mapping[str, Any]) -> None:
-        """Look up the data flow of the call that comes next.
+    def prepared(self, micros: Sequence[MicroBatch], module: nn.Module, kwargs: Mapping[str, Any]) -> list[MicroBatch]:
+        """The micro-batches of a call of ``module``, with its data flow.
 
         Raises:
             UnsupportedError: it needs parameters that this layout did not give to the stages.
@@ -128,9 +127,9 @@ class ModelProgram:
         root = "" if module is self.model else next(name for name, m in self.model.named_modules() if m is module)
         flow = self.flows.flow(kwargs, training=self.model.training, root=root)
         self._check_held(flow)
-        self._call = _Call(module, flow)
         if self.model.training:
             self.state.streams.next_step(has_dropout(self.model))
+        return [replace(micro, context=_Call(module, flow, self.state.streams.step)) for micro in micros]
 
     def _training_batch(self, batch: Mapping[str, Any]) -> list[MicroBatch]:
         self.runtime.refuse_open_loop()
@@ -138,8 +137,7 @@ class ModelProgram:
         kwargs["use_cache"] = False
         micros = weigh_by_labels(split_batch(kwargs, self.state.micro_batch_size), shift_labels=self.shifts_labels)
         self.runtime.check(micros)
-        self.begin(self.model, kwargs)
-        return micros
+        return self.prepared(micros, self.model, kwargs)
 
     def _refuse_collected(self, kwargs: Mapping[str, Any]) -> None:
         wanted = [name for name in _COLLECTED if kwargs.get(name, getattr(self.model.config, name, False))]
@@ -163,11 +161,13 @@ class ModelProgram:
                     )
 
 
+@dataclass(frozen=True)
 class _Call:
-    """The call that is running: the model, or its encoder called by generate, with its data flow."""
+    """What is called, the model or its encoder by itself in ``generate``; its data flow, and the step of its random streams."""
 
-    def __init__(self, module: nn.Module, flow: DataFlow) -> None:
-        self.module, self.flow = module, flow
+    module: nn.Module
+    flow: DataFlow
+    step: int
 
 
 class _SharedGradients:
