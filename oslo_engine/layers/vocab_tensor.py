@@ -141,27 +141,46 @@ class VocabShard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Python code is caught above; what arrives here is the autograd engine (sums and copies of gradients) or code in C++.
-        if func in _ENGINE_COPIES and (func is not _aten.view.default or list(args[1]) == list(args[0].shape)):
-            shard = args[0]
-            local = shard._local.clone() if func is _aten.clone.default else shard._local
-            return VocabShard(local, shard.vocab, shard.dtype)
-        if func is _aten.add.Tensor and len(args) == 2 and not kwargs:
-            return _sum_of_gradients(*args)
-        if func is _aten.add_.Tensor and len(args) == 2 and not kwargs and isinstance(args[0], VocabShard):
-            args[0]._local = _sum_of_gradients(*args)._local
-            return args[0]
-        raise refusal(str(func), "reached torch's C++ code", *args)
+        # Python code is caught above; what arrives here is the autograd engine, or code in C++.
+        result = _serve_engine(func, args) if not kwargs or func in _WITH_OPTIONS else None
+        if result is None:
+            raise refusal(str(func), "reached torch's C++ code", *args)
+        return result
 
 
-_ENGINE_COPIES = (_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten.view.default)
+_WITH_OPTIONS = (_aten.clone.default, _aten.new_empty_strided.default)  # memory format, dtype: the same as the shard's
 
 
-def _sum_of_gradients(left: Tensor, right: Tensor) -> VocabShard:
-    shard = left if isinstance(left, VocabShard) else right
-    assert isinstance(shard, VocabShard)
-    local = local_gradient(left, shard.vocab, shard.dtype) + local_gradient(right, shard.vocab, shard.dtype)
-    return VocabShard(local, shard.vocab, shard.dtype)
+def _serve_engine(func: Any, args: tuple[Any, ...]) -> VocabShard | None:
+    """What autograd does with gradients by itself: aliases, copies and sums of two alike. None for anything else."""
+    shard = next(arg for arg in args if isinstance(arg, VocabShard))
+    vocab, dtype = shard.vocab, shard.dtype
+    if func in (_aten.detach.default, _aten.alias.default):
+        return VocabShard(shard._local, vocab, dtype)
+    if func is _aten.clone.default:
+        return VocabShard(shard._local.clone(), vocab, dtype)
+    if func is _aten.view.default and list(args[1]) == list(shard.shape):
+        return VocabShard(shard._local, vocab, dtype)
+    if func is _aten.new_empty_strided.default and list(args[1]) == list(shard.shape):
+        return VocabShard(torch.empty_like(shard._local), vocab, dtype)
+    if func in (_aten.add.Tensor, _aten.add_.Tensor, _aten.copy_.default):
+        left, right = (_alike(arg, shard) for arg in args[:2])
+        if left is None or right is None:
+            return None
+        local = right.clone() if func is _aten.copy_.default else left + right
+        if func is _aten.add.Tensor:
+            return VocabShard(local, vocab, dtype)
+        if args[0] is shard:
+            shard._local = local
+            return shard
+    return None
+
+
+def _alike(grad: Any, shard: VocabShard) -> Tensor | None:
+    """The slice of a gradient, sharded or whole, of the shape of ``shard``; None if it is anything else."""
+    if not isinstance(grad, Tensor) or grad.shape != shard.shape or getattr(grad, "vocab", shard.vocab) != shard.vocab:
+        return None
+    return local_gradient(grad, shard.vocab, shard.dtype)
 
 
 def local_gradient(grad: Tensor, vocab: VocabLayout, dtype: torch.dtype) -> Tensor:

@@ -121,6 +121,7 @@ def test_rank_that_dies_ends_the_run() -> None:
     assert not report.ok
 
 
+@pytest.mark.slow
 def test_rank_that_hangs_ends_the_run_when_the_time_is_up_and_shows_where_all_stood() -> None:
     started = time.monotonic()
     report = oslo.verify(saboteur("a_rank_sleeps"), tp=2, timeout_s=20)

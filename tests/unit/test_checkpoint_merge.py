@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,8 @@ def same_as_saved(merged: Path, whole: PreTrainedModel, folder: Path, **options:
     assert contents(merged) == contents(folder)
     assert contents(merged)
     assert sorted(path.name for path in merged.glob("*.safetensors*")) == sorted(p.name for p in folder.glob("*.safetensors*"))
-    for index in folder.glob("*.index.json"):
-        assert json.loads((merged / index.name).read_text()) == json.loads(index.read_text())
+    for path in folder.glob("*.safetensors*"):
+        assert (merged / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -6,6 +6,8 @@ After a wanted change: ``python tests/unit/test_plan.py`` writes the golden file
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,35 @@ def test_each_rank_of_a_split_holds_its_share() -> None:
     counts = [plan.numel_on(plan.topology.coordinate(rank)) for rank in range(4)]
     assert sum(counts) < total * 1.02
     assert max(counts) < total * 0.35
+
+
+LARGE = """
+import resource, time
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from oslo_engine.pipeline.orders import rank_of_stage
+from oslo_engine.policy.registry import find_policy
+from oslo_engine.rewrite.planning import plan_model
+from oslo_engine.topology import Topology
+
+config = LlamaConfig(vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+                     num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192)
+start = time.process_time()
+with torch.device("meta"):
+    model = LlamaForCausalLM(config)
+layout = plan_model(model, find_policy(None, "llama"), Topology(tp=8, pp=8), rank_of_stage=rank_of_stage("1f1b", 8))
+print(time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+      sum(layout.plan.numel_on(layout.plan.topology.coordinate(rank)) for rank in range(64)) / 1e9)
+"""
+
+
+def test_a_70b_model_is_recorded_and_planned_in_seconds_without_its_weights() -> None:
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", LARGE], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    cpu_s, peak_gib, billions = map(float, run.stdout.split()[-3:])
+    assert cpu_s < 5
+    assert peak_gib < 1.5
+    assert 70 < billions < 72
 
 
 def write_golden_files() -> None:

@@ -211,6 +211,9 @@ REFUSED: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "classes that are not the vocabulary": (lambda x: F.cross_entropy(x, torch.zeros(2, VOCABULARY).long()), "cross_entropy"),
     "kl_div": (lambda x: F.kl_div(x, torch.rand(2, 5, VOCABULARY)), "kl_div"),
     "aten": (lambda x: torch.ops.aten.topk.default(x, 3), "aten.topk.default"),
+    "aten with options": (lambda x: torch.ops.aten.add.Tensor(x, x, alpha=2), "aten.add.Tensor"),
+    "aten with another shape": (lambda x: torch.ops.aten.add.Tensor(x, x.detach()[:1]), "aten.add.Tensor"),
+    "aten view": (lambda x: torch.ops.aten.view.default(x.detach(), [-1]), "aten.view.default"),
 }
 
 
@@ -302,18 +305,25 @@ def test_hooks_retained_gradients_and_autograd_grad_see_shards(whole):
 
 
 def test_leaf_shard_accumulates_gradients(whole):
-    leaf = shard_of(whole).detach().requires_grad_()
+    leaf, seen = shard_of(whole).detach().requires_grad_(), []
+    leaf.register_hook(seen.append)
     for _ in range(3):
         (leaf * 2).to_local().sum().backward()
     assert torch.equal(leaf.grad.to_local(), torch.full_like(leaf._local, 6))
+    for gradient in seen:  # what a hook keeps is not what is added up
+        assert torch.equal(gradient.to_local(), torch.full_like(leaf._local, 2))
 
 
 def test_backward_with_a_whole_gradient_takes_the_slice(whole):
     gradient = torch.randn(2, 5, VOCABULARY, dtype=torch.float64)
-    (shard_of(whole) * 2).backward(gradient)
+    shard = shard_of(whole) * 2
+    torch.autograd.backward([shard, shard.to_local().sum()], [gradient, None])  # it is added to a sharded one
     expected = torch.zeros_like(gradient)
-    VOCAB.narrow(expected).copy_(2 * VOCAB.narrow(gradient))
-    assert torch.equal(whole.grad, expected)
+    VOCAB.narrow(expected).copy_(2 * VOCAB.narrow(gradient) + 2)
+    assert torch.allclose(whole.grad, expected, rtol=1e-12)
+    whole.grad = None
+    (shard_of(whole) * 2).backward(gradient)
+    assert torch.allclose(whole.grad, expected - 2 * (expected != 0), rtol=1e-12, atol=1e-12)
 
 
 class _Through(torch.autograd.Function):
