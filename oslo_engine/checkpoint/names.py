@@ -159,7 +159,7 @@ def _with_base_prefix(key: str, prefix: str, expected: Collection[str]) -> str:
         return key
     if key.startswith(f"{prefix}.") and (short := key.removeprefix(f"{prefix}.")) in expected:
         return short
-    return key if (longer := f"{prefix}.{key}") in expected else key
+    return longer if (longer := f"{prefix}.{key}") in expected else key
 
 
 def _in_natural_order(names: Iterable[str]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from oslo_engine.cli.output import bad_input_ends, wide_console
+from oslo_engine.cli.output import bad_input_ends, quiet_transformers, wide_console
 from oslo_engine.errors import UnsupportedError
 
 Sizes, Layout, Numbers = "Sizes of the model", "Layout", "Numbers"
@@ -58,6 +58,7 @@ def verify(
             raise UnsupportedError(
                 "the report cannot be written there", expected="a file in a folder that exists", got=str(json)
             )
+        quiet_transformers()
         report = run_verify(
             model,
             tp=tp,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from torch.distributed.constants import default_pg_timeout
 from oslo_engine.comm.collectives import Axis
 from oslo_engine.errors import TopologyError
 from oslo_engine.topology import AXES, Coordinate, Topology
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -35,13 +38,29 @@ class Mesh:
     device: torch.device
     device_mesh: Any = None
     timeout: timedelta = default_pg_timeout
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What ``make`` returned when it was first asked for under this key: groups that all models of this layout share.
+
+        Process groups are dear (gloo gives each a thread that wakes a hundred times a second) and never go away by themselves.
+
+        Communication: whatever ``make`` does; every rank must ask in the same order.
+        """
+        if key not in self._made:
+            self._made[key] = make()
+        found: Made = self._made[key]
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self  # process groups cannot be copied
 
 
+_MESHES: dict[tuple[int, int], tuple[Any, Mesh]] = {}
+
+
 def build_mesh(tp: int, pp: int) -> Mesh:
-    """Create the groups for this world. Collective: every rank must call it with the same sizes.
+    """The groups for this world, made when first asked for. Collective: every rank must call it with the same sizes.
 
     ``torch.distributed`` is initialised from the launcher's environment (torchrun, deepspeed) where the script did not do it.
     With tp == pp == 1 no process group is needed.
@@ -63,6 +82,14 @@ def build_mesh(tp: int, pp: int) -> Mesh:
             )
         return Mesh(Topology(), Coordinate(0, 0, 0), Axis("tp"), Axis("pp"), Axis("dp"), Axis("model"), _device())
     topology = Topology.from_world(dist.get_world_size(), tp=tp, pp=pp)
+    world = dist.group.WORLD
+    known = _MESHES.get((tp, pp))
+    if known is None or known[0] is not world:  # torch.distributed may have been shut down and initialised again
+        known = _MESHES[tp, pp] = (world, _new_mesh(topology))
+    return known[1]
+
+
+def _new_mesh(topology: Topology) -> Mesh:
     at = topology.coordinate(dist.get_rank())
     device = _device()
     device_mesh = dist.init_device_mesh(device.type, tuple(topology.size(axis) for axis in AXES), mesh_dim_names=AXES)

@@ -17,7 +17,7 @@ class ModelParallelUnit:
         self._mesh = mesh
 
     def get_tensor_parallel_group(self) -> Any:
-        return _group(self._mesh.tp)
+        return self._group(self._mesh.tp)
 
     def get_tensor_parallel_world_size(self) -> int:
         return self._mesh.tp.size
@@ -26,7 +26,7 @@ class ModelParallelUnit:
         return self._mesh.tp.rank
 
     def get_pipeline_parallel_group(self) -> Any:
-        return _group(self._mesh.pp)
+        return self._group(self._mesh.pp)
 
     def get_pipeline_parallel_world_size(self) -> int:
         return self._mesh.pp.size
@@ -35,7 +35,7 @@ class ModelParallelUnit:
         return self._mesh.pp.rank
 
     def get_data_parallel_group(self) -> Any:
-        return _group(self._mesh.dp)
+        return self._group(self._mesh.dp)
 
     def get_data_parallel_world_size(self) -> int:
         return self._mesh.dp.size
@@ -44,13 +44,19 @@ class ModelParallelUnit:
         return self._mesh.dp.rank
 
     def get_model_parallel_group(self) -> Any:
-        return _group(self._mesh.model)
+        return self._group(self._mesh.model)
 
     def get_model_parallel_world_size(self) -> int:
         return self._mesh.model.size
 
     def get_model_parallel_rank(self) -> int:
         return self._mesh.model.rank
+
+    def _group(self, axis: Axis) -> Any:
+        """A real group even for an axis of size 1: DDP and samplers do not take None for "only me"."""
+        if axis.group is None and dist.is_initialized():
+            return self._mesh.once("self", lambda: dist.new_group([dist.get_rank()], use_local_synchronization=True))
+        return axis.group
 
     # The names by which Megatron-LM and DeepSpeed know the same things.
     get_tensor_model_parallel_group = get_tensor_parallel_group
@@ -62,20 +68,3 @@ class ModelParallelUnit:
     get_pipe_parallel_group = get_pipeline_parallel_group
     get_pipe_parallel_world_size = get_pipeline_parallel_world_size
     get_pipe_parallel_rank = get_pipeline_parallel_rank
-
-
-def _group(axis: Axis) -> Any:
-    """A real group even for an axis of size 1: DDP and samplers do not take None for "only me"."""
-    if axis.group is None and dist.is_initialized():
-        return _only_me()
-    return axis.group
-
-
-_SELF_GROUPS: dict[int, Any] = {}
-
-
-def _only_me() -> Any:
-    rank = dist.get_rank()
-    if rank not in _SELF_GROUPS:
-        _SELF_GROUPS[rank] = dist.new_group([rank], use_local_synchronization=True)
-    return _SELF_GROUPS[rank]

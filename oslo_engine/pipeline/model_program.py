@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from oslo_engine.comm.collectives import all_reduce_together
+from oslo_engine.comm.mesh import Mesh
 from oslo_engine.comm.p2p import PipelineLinks
 from oslo_engine.comm.random import has_dropout
 from oslo_engine.errors import UnsupportedError
@@ -45,7 +46,7 @@ class ModelProgram:
         self.model, self.state, self.flows = model, state, flows
         self.num_stages = state.plan.num_stages
         mesh = state.mesh
-        links = PipelineLinks.create(mesh.topology.groups("pp"), mesh.timeout)
+        links = mesh.once("links", lambda: PipelineLinks.create(mesh.topology.groups("pp"), mesh.timeout))
         self.runtime = PipelineRuntime(self, links, schedule=state.plan.schedule, device=mesh.device)
         self._shared = _SharedGradients(model, state)
         self.shifts_labels = flows.shifts_labels()
@@ -182,12 +183,7 @@ class _SharedGradients:
         self._groups: list[Any] = []
         sets = list(dict.fromkeys(holders for tensor in plan.parameters if len(holders := plan.holders(tensor)) > 1))
         for holders in sets:
-            mine = None
-            for ranks in mesh.topology.groups("pp"):
-                group = dist.new_group([ranks[holder] for holder in holders], timeout=mesh.timeout)
-                if dist.get_rank() in ranks and mesh.at.pp_rank in holders:
-                    mine = group
-            self._groups.append(mine)
+            self._groups.append(mesh.once(("holders", holders), functools.partial(_holder_group, mesh, holders)))
         for name, parameter in model.named_parameters():
             holders = plan.holders(plan.tensor(name))
             if len(holders) > 1:
@@ -207,3 +203,13 @@ class _SharedGradients:
             tensors = [gradient for index in together[group] if (gradient := gradients[index]) is not None]
             all_reduce_together(tensors, self._groups[group])
         return gradients
+
+
+def _holder_group(mesh: Mesh, holders: tuple[int, ...]) -> Any:
+    """The process group of these pp ranks of every pipeline; None on a rank that is not among them."""
+    mine = None
+    for ranks in mesh.topology.groups("pp"):  # every rank creates every group, in the same order
+        group = dist.new_group([ranks[holder] for holder in holders], timeout=mesh.timeout)
+        if dist.get_rank() in ranks and mesh.at.pp_rank in holders:
+            mine = group
+    return mine

@@ -132,7 +132,7 @@ def _place_tensors(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> None:
             module = owners[path]
             table: dict[str, Any] = module._buffers if tensor.is_buffer else module._parameters
             if local is None:
-                local = _local(table.get(leaf, None), tensor, mesh, held)
+                local = _local(table.get(leaf), tensor, mesh, held)
             if held:
                 table[leaf] = local
             else:

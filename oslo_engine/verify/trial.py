@@ -63,9 +63,9 @@ class Trial:
         seed = self.settings.seed * 1000 + number
         return make_batch(self.config, shape, micro_batch_size=self.settings.micro_batch_size, seed=seed)
 
-    def split_again(self, **changes: Any) -> Any:
+    def split_again(self) -> Any:
         """Another split copy of the unsplit model. Collective."""
-        return split(self.reference, self.settings, **changes)
+        return split(self.reference, self.settings)
 
     def parameters(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorPlan]]:
         """(first name, this rank's slice, its plan) of every parameter that lives here."""
@@ -102,7 +102,7 @@ def _construct(cls: Any, config: Any, **options: Any) -> Any:
     return cls._from_config(config, **options)
 
 
-def split(reference: PreTrainedModel, settings: Settings, *, gradient_checkpointing: bool | None = None) -> Any:
+def split(reference: PreTrainedModel, settings: Settings) -> Any:
     """A split copy of a model. Collective."""
     model = parallelize(
         copy.deepcopy(reference),
@@ -114,7 +114,7 @@ def split(reference: PreTrainedModel, settings: Settings, *, gradient_checkpoint
         sequence_parallel=settings.sequence_parallel,
         seed=settings.seed,
     )
-    if settings.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing:
+    if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model
 

@@ -102,7 +102,7 @@ def options(folder: Path) -> dict[str, Any]:
     auto = oslo.AutoModelForCausalLM.from_pretrained_with_parallel(
         folder, tensor_parallel_size=2, dtype="bfloat16", micro_batch_size=3, pad_token_id=5, attn_implementation="eager"
     )
-    model, info = oslo.GPT2LMHeadModel.from_pretrained_with_parallel(folder, tensor_parallel_size=2, output_loading_info=True)
+    _, info = oslo.GPT2LMHeadModel.from_pretrained_with_parallel(folder, tensor_parallel_size=2, output_loading_info=True)
     errors = []
     for arguments, error in (
         ({"device_map": "auto"}, UnsupportedError),
@@ -157,3 +157,18 @@ def save_and_reload(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_split_or_merged_it_loads_at_another_layout(rank_pool, tmp_path: Path, name: str) -> None:
     rank_pool(2).run(save_and_reload, name, tmp_path)
+
+
+def on_meta(name: str) -> bool:
+    cls, config = class_and_config(name)
+    with torch.device("meta"):
+        model = cls(config)
+    model = oslo.parallelize(model, tp=2)
+    state = parallel_state(model)
+    for parameter_name, parameter in model.named_parameters():
+        assert tuple(parameter.shape) == state.plan.tensor(parameter_name).local_shape(state.mesh.at.tp_rank)
+    return all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_model_on_meta_is_split_without_being_materialised(rank_pool) -> None:
+    assert all(rank_pool(2).run(on_meta, "llama"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -139,3 +140,17 @@ def test_sequence_parallelism_refuses_a_length_that_does_not_divide(rank_pool) -
     for message in rank_pool(2).run(odd_length):
         assert "a multiple of 2" in message
         assert "15" in message
+
+
+def threads_of_models() -> list[int]:
+    counts = []
+    for _ in range(3):
+        build("gpt2", tp=2).mpu.get_data_parallel_group()
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+def test_models_of_one_layout_share_their_process_groups(rank_pool) -> None:
+    """Every gloo group has a thread that never sleeps for long."""
+    for counts in rank_pool(2).run(threads_of_models):
+        assert counts[0] == counts[1] == counts[2]

@@ -242,6 +242,10 @@ def parameter_of_the_model_itself(model: Toy, ids: Tensor) -> Tensor:
     return model.layers[1](model.layers[0](model.embed(ids) * model.scale))
 
 
+def parameter_behind_the_blocks(model: Toy, ids: Tensor) -> Tensor:
+    return model.layers[1](model.layers[0](model.embed(ids))) * model.scale
+
+
 @pytest.mark.parametrize(
     ("forward", "dead", "live"),
     [
@@ -251,6 +255,8 @@ def parameter_of_the_model_itself(model: Toy, ids: Tensor) -> Tensor:
         (embedding_needed_again, [set(), set()], [{"embed"}, {"embed"}]),
         # no module's answer can stand for the multiplication: it runs on stage 1 too and reads the parameter
         (parameter_of_the_model_itself, [set(), {"embed"}], [{"embed", ""}, {""}]),
+        # a stage ends with its last block call
+        (parameter_behind_the_blocks, [set(), {"embed"}], [{"embed"}, {""}]),
     ],
 )
 def test_modules_used_by_several_stages(forward: Callable[..., Any], dead: list[set[str]], live: list[set[str]]) -> None:
@@ -302,18 +308,43 @@ def test_reads_inside_a_dead_module_do_not_keep_it_alive() -> None:
     assert flow.dead_modules[1] == ("embed",)
 
 
-def test_a_module_whose_parameters_a_block_borrows_is_alive_there() -> None:
-    class Borrows(Block):
-        lender: list[nn.Module]
+def test_a_module_that_gives_an_object_cannot_be_replaced_by_zeros() -> None:
+    class GivesAnObject(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("inside", torch.ones(1))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.lender[0](self.inner(x))
+        def forward(self, x: Tensor) -> Any:
+            return object(), x * 2
 
     def forward(model: Toy, ids: Tensor) -> Tensor:
+        x = model.embed(ids)
+        model.masker(x)
+        return model.layers[1](model.layers[0](x))
+
+    with torch.device("meta"):
+        model = Toy(forward)
+        model.masker = GivesAnObject()
+    flow = analyze(record(model, ["layers.0", "layers.1"], {"ids": torch.tensor([[1, 2]])}), [0, 1], 2)
+    assert flow.dead_modules == ((), ("embed",))
+
+
+class Borrows(Block):
+    lender: list[nn.Module]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lender[0](self.inner(x))
+
+
+@pytest.mark.parametrize("called_outside_too", [True, False])
+def test_what_a_block_borrows_from_outside_is_there(called_outside_too: bool) -> None:
+    def forward(model: Toy, ids: Tensor) -> Tensor:
         Borrows.lender = [model.norm]
-        return model.layers[1](model.layers[0](model.norm(model.embed(ids))))
+        x = model.embed(ids)
+        return model.layers[1](model.layers[0](model.norm(x) if called_outside_too else x))
 
     flow = toy_flow(forward, Borrows)
+    Borrows.lender = []
     assert flow.dead_modules[1] == ("embed",)
     assert set(flow.live_parameters[1]) == {"norm.weight", "norm.bias"}
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from oslo_engine.rewrite.state import parallel_state
 from oslo_engine.verify.checks.check import Check
 from oslo_engine.verify.checks.training import way_to_train
-from oslo_engine.verify.compare import gradient_errors, relative_error, size_of
+from oslo_engine.verify.compare import gradient_errors, size_of
 from oslo_engine.verify.report import Row, judge, not_applicable
 from oslo_engine.verify.trial import Batch, Trial, gather_objects
 
@@ -35,29 +35,24 @@ def dropout_check(trial: Trial) -> Check:
 
 
 def _check(trial: Trial) -> Iterator[Row]:
-    """Two copies with one seed, and in one of them activation checkpointing."""
+    """Two copies with one seed; in the second one, activation checkpointing is then turned on (or off)."""
     batch, train = trial.batch(trial.shapes[0]), way_to_train(trial)
     first = trial.split_again().train()
     loss, _ = train(first, batch)
     with _Seen(first) as seen:
-        next_loss, _ = train(first, batch)
+        train(first, batch)
+    with _Seen(first) as seen_later:
+        train(first, batch)
     tp = parallel_state(first).mesh.tp
     yield _judge_activations(trial, seen, tp)
     yield _judge_masks(seen, tp)
 
-    can_checkpoint = trial.reference.supports_gradient_checkpointing
-    second = trial.split_again(gradient_checkpointing=can_checkpoint and not trial.settings.gradient_checkpointing).train()
+    second = trial.split_again().train()
     again, _ = train(second, batch)
     losses = {float(loss), *gather_objects(float(again))}
     yield judge(_SEED, len(losses) - 1, 0, f"{float(loss):.6g} on all ranks" if len(losses) == 1 else "losses differ")
-    yield _judge_steps(first, batch, loss, next_loss)
-    if can_checkpoint:
-        first.zero_grad()
-        parallel_state(first).streams.step = 0  # as a model that has just been made
-        train(first, batch)
-        yield _judge_gradients(trial, first, second)
-    else:
-        yield not_applicable(_RECOMPUTED, "this class knows no gradient checkpointing")
+    yield _judge_steps(seen, seen_later)
+    yield _judge_recomputed(trial, second, batch)
 
 
 def _judge_activations(trial: Trial, seen: _Seen, tp: Any) -> Row:
@@ -79,34 +74,46 @@ def _judge_masks(seen: _Seen, tp: Any) -> Row:
     for calls in zip(*gather_objects(seen.masks, tp.group), strict=True):
         inputs, masks = {digest for digest, _ in calls}, [mask for _, mask in calls]
         length = min(len(mask) for mask in masks)  # ranks may have different numbers of heads
-        distinct = len({mask[:length] for mask in masks})
+        distinct = {mask[:length] for mask in masks}
         if len(inputs) == 1:
             shared += 1
-            wrong += distinct != 1
-        else:
+            wrong += len(distinct) != 1
+        elif any(1 in mask for mask in distinct):
             split += 1
-            wrong += distinct != len(masks)
+            wrong += len(distinct) != len(masks)
     if not split:
         return not_applicable(_MASKS, "no dropout on split activations")
     return judge(_MASKS, wrong, 0, f"{split} drawn for split activations, {shared} for shared ones")
 
 
-def _judge_steps(model: Any, batch: Batch, loss: Tensor, next_loss: Tensor) -> Row:
-    """The same batch in two steps: another loss, and neither is that of a model without dropout."""
-    model.eval()
-    with torch.no_grad():
-        without = model(**batch).loss
-    model.train()
-    nearest = min(relative_error(next_loss, loss), relative_error(loss, without), relative_error(next_loss, without))
-    detail = f"{float(loss):.6g}, then {float(next_loss):.6g}; without dropout {float(without):.6g}"
-    return judge(_STEP, 0 if nearest > 1e-6 else 1, 0, detail)
+def _judge_steps(seen: _Seen, later: _Seen) -> Row:
+    """The same batch in two steps: masks, somewhere, and none of them twice."""
+    pairs = [(mask, next_mask) for (_, mask), (_, next_mask) in zip(seen.masks, later.masks, strict=True)]
+    dropping = [pair for pair in pairs if any(1 in mask for mask in pair)]
+    if not any(gather_objects(len(dropping))):
+        return judge(_STEP, 1, 0, "nothing was dropped")
+    if not dropping:
+        return not_applicable(_STEP, "no dropout on this rank")
+    return judge(_STEP, sum(mask == next_mask for mask, next_mask in dropping), 0, f"of {len(dropping)} masks")
 
 
-def _judge_gradients(trial: Trial, first: nn.Module, second: nn.Module) -> Row:
-    """Equal but for rounding: with a cache of keys, which checkpointing turns off, sums have another order."""
-    others = {name: parameter.grad for name, parameter in second.named_parameters()}
-    largest = max(size_of(grad, trial.limits) for grad in others.values() if grad is not None)
-    pairs = ((name, parameter.grad, others[name]) for name, parameter in first.named_parameters())
+def _judge_recomputed(trial: Trial, model: Any, batch: Batch) -> Row:
+    """The gradients of a model that was run once against those of the same step with checkpointing turned on (or off).
+
+    Equal but for rounding: models that checkpoint do without a cache of keys, and sum in another order.
+    """
+    if not trial.reference.supports_gradient_checkpointing:
+        return not_applicable(_RECOMPUTED, "this class knows no gradient checkpointing")
+    before = {name: parameter.grad for name, parameter in model.named_parameters()}
+    if trial.settings.gradient_checkpointing:
+        model.gradient_checkpointing_disable()
+    else:
+        model.gradient_checkpointing_enable()
+    model.zero_grad()
+    parallel_state(model).streams.step = 0  # the same step again
+    way_to_train(trial)(model, batch)
+    largest = max(size_of(grad, trial.limits) for grad in before.values() if grad is not None)
+    pairs = ((name, parameter.grad, before[name]) for name, parameter in model.named_parameters())
     worst = gradient_errors(pairs, largest, trial.limits)
     return judge(_RECOMPUTED, worst.value, trial.limits.gradients, worst.name)
 
@@ -114,7 +121,7 @@ def _judge_gradients(trial: Trial, first: nn.Module, second: nn.Module) -> Row:
 class _Seen(TorchFunctionMode):
     """While it is active: what the blocks of this rank returned, and the masks that were drawn.
 
-    outputs: (block, digest of its output). masks: (digest of the input, which entries of the first row are zero).
+    outputs: (block, digest of its output). masks: (digest of the input, a byte for each entry of the first row: 1 if dropped).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -130,7 +137,8 @@ class _Seen(TorchFunctionMode):
         output = func(*args, **(kwargs or {}))
         if func is F.dropout:
             given = args[0] if args else kwargs["input"]
-            self.masks.append((_digest(given), (output[:1] == 0).flatten().numpy().tobytes()))
+            dropped = (output[:1] == 0) & (given[:1] != 0)
+            self.masks.append((_digest(given), dropped.flatten().numpy().tobytes()))
         return output
 
     def __exit__(self, *raised: Any) -> None:
