@@ -52,6 +52,10 @@ class Block(nn.Module):
         return hidden + self.down(mixed).masked_fill(~mask.unsqueeze(-1), 0)
 
 
+USUAL_TIMEOUT_S = 30
+_LINKS: dict[tuple[int, int], PipelineLinks] = {}
+
+
 class Toy(nn.Module):
     """The whole model, ``num_blocks`` blocks. A parallel one keeps only its stages' parts, see ``ToyProgram``."""
 
@@ -189,17 +193,29 @@ def toy_pipeline(
     pp: int | None = None,
     micro_batch_size: int = 2,
     dtype: torch.dtype = torch.float64,
-    timeout_s: float = 30,
+    timeout_s: float = USUAL_TIMEOUT_S,
     frozen: Sequence[str] = (),
 ) -> ToyPipeline:
     """Build this rank's part in a world of dp x pp ranks. ``frozen``: beginnings of parameter names that do not train."""
-    world = dist.get_world_size()
-    pp = pp or world
-    links = PipelineLinks.create([list(range(at, at + pp)) for at in range(0, world, pp)], timedelta(seconds=timeout_s))
+    pp = pp or dist.get_world_size()
+    links = links_of(pp, timeout_s)
     model = toy(num_stages(schedule, pp), dtype, frozen)
     program = ToyProgram(model, rank_of_stage(schedule, pp), links)
     runtime = PipelineRuntime(program, links, schedule=schedule, device=torch.device("cpu"))
     return ToyPipeline(runtime, program, micro_batch_size)
+
+
+def links_of(pp: int, timeout_s: float) -> PipelineLinks:
+    """Process groups stay, with a thread each, as long as the rank does: toys share them unless they want their own timeout."""
+    world = dist.get_world_size()
+    key = (world, pp)
+    if timeout_s == USUAL_TIMEOUT_S and key in _LINKS:
+        _LINKS[key].traffic.clear()
+        return _LINKS[key]
+    links = PipelineLinks.create([list(range(at, at + pp)) for at in range(0, world, pp)], timedelta(seconds=timeout_s))
+    if timeout_s == USUAL_TIMEOUT_S:
+        _LINKS[key] = links
+    return links
 
 
 def toy(num_blocks: int, dtype: torch.dtype = torch.float64, frozen: Sequence[str] = ()) -> Toy:
