@@ -124,7 +124,7 @@ def _load_all(
         for recipe, name in zip(supply.recipes[1:], supply.names[1:], strict=True):
             if _identities(source, recipe) == _identities(source, supply.recipes[0]):
                 continue
-            if False and not torch.equal(value, _value(recipe, name, tensor, at, source, model, made, wanted)):
+            if not torch.equal(value, _value(recipe, name, tensor, at, source, model, made, wanted)):
                 raise CheckpointError(
                     "tied parameters have different values in the checkpoint",
                     where=f"{supply.names[0]} and {name}",

@@ -182,9 +182,13 @@ def _run(model: PreTrainedModel, inputs: Mapping[str, Any], root: str = "") -> A
 
 
 def _accepted_labels(model: PreTrainedModel, inputs: Mapping[str, Any], root: str) -> dict[str, Any]:
-    """Labels per token if the forward takes them, else per row, else none: what a head wants stands nowhere but in its code."""
-    per_token = inputs.get("decoder_input_ids", inputs["input_ids"])
-    for labels in (per_token, torch.zeros_like(per_token), torch.zeros(NUM_ROWS, dtype=torch.long), torch.zeros(NUM_ROWS)):
+    """Labels that the forward takes: tokens, a class per token, a class per row, a value per row and class, or none.
+
+    What a head wants stands nowhere but in its code, so they are tried.
+    """
+    tokens = inputs.get("decoder_input_ids", inputs["input_ids"])
+    classes = torch.zeros_like(tokens)
+    for labels in (tokens, classes, classes[:, 0], torch.zeros(NUM_ROWS, model.config.num_labels or 1)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

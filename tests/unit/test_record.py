@@ -252,21 +252,22 @@ class Collects(nn.Module):
         super().__init__()
         self.inner = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor, collected: list[Tensor]) -> Tensor:
-        collected.append(self.inner(x))
+    def forward(self, x: Tensor, last: dict[str, Tensor]) -> Tensor:
+        last["x"] = self.inner(x)
         return x * 2
 
 
-def test_equal_blocks_that_fill_a_list_are_all_run() -> None:
+def test_equal_blocks_that_fill_a_dict_are_all_run() -> None:
     def forward(model: Toy, ids: Tensor) -> Tensor:
-        x, collected = model.embed(ids), []
+        x = model.embed(ids)
+        last = {"x": x}
         for layer in model.layers:
-            x = layer(x, collected)
-        return sum(collected)
+            layer(x, last)
+        return last["x"]
 
     recording = toy(forward, Collects)
-    assert [[entry.key for entry in call.written] for call in recording.calls] == [[0], [1], [2], [3], [4]]
-    assert output_depends_on(recording) == {0, 1, 2, 3, 4}
+    assert [[entry.key for entry in call.written] for call in recording.calls] == [["x"]] * 5
+    assert output_depends_on(recording) == {0, 1, 2, 3, 4}, "every call was given what the one before put into the dict"
 
 
 class Doubles(Block):

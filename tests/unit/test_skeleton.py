@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -83,6 +84,14 @@ def test_gradient_checkpointing_is_switched_off_in_the_copy_only() -> None:
     assert real.model.layers[0].gradient_checkpointing
 
 
+def test_attention_that_needs_a_device_is_replaced_in_the_copy_only() -> None:
+    cls, config, _ = SMALL["llama"]()
+    real = cls(config)
+    real.config._attn_implementation = "flash_attention_2"
+    assert skeleton(real).config._attn_implementation == "eager"
+    assert real.config._attn_implementation == "flash_attention_2"
+
+
 def test_a_class_needs_a_config_and_a_model_brings_its_own() -> None:
     cls, config, _ = SMALL["gpt2"]()
     with pytest.raises(PlanError, match=r"a config is needed(?s:.*)GPT2LMHeadModel"):
@@ -160,10 +169,42 @@ def test_labels_have_the_shape_that_the_head_takes(cls_name: str, expected: tupl
     assert (tuple(inputs["labels"].shape) if "labels" in inputs else None) == expected
 
 
+def test_labels_may_be_a_value_per_row_and_class() -> None:
+    import transformers
+
+    _, config, _ = SMALL["bert"]()
+    config.num_labels, config.problem_type = 3, "multi_label_classification"
+    labels = example_inputs(skeleton(transformers.BertForSequenceClassification, config), "train")["labels"]
+    assert (labels.shape, labels.dtype) == ((2, 3), torch.float32)
+
+
+def test_trying_labels_warns_of_nothing() -> None:
+    import transformers
+
+    _, config, _ = SMALL["bert"]()
+    config.num_labels = 1
+    model = skeleton(transformers.BertForSequenceClassification, config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        example_inputs(model, "train")
+    assert caught == []
+
+
+def test_use_cache_is_passed_where_the_forward_takes_it_unnamed() -> None:
+    import transformers
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.GraniteMoeConfig(**sizes, num_key_value_heads=2)
+    inputs = example_inputs(skeleton(transformers.GraniteMoeForCausalLM, config), "decode")
+    assert inputs["use_cache"] is True
+    assert any(hasattr(value, "get_seq_length") for value in inputs.values())
+
+
 def test_tokens_are_ordinary_ones_and_the_first_row_is_padded_on_the_left() -> None:
-    model = small("t5")
+    model = small("t5", bos_token_id=50)
     inputs = example_inputs(model, "forward")
     assert inputs["input_ids"].max() < model.config.vocab_size
+    assert 50 not in inputs["input_ids"]
     assert inputs["attention_mask"].tolist() == [[0, 0, 1, 1, 1, 1, 1, 1], [1] * 8]
     assert inputs["input_ids"][0, :2].tolist() == [model.config.pad_token_id] * 2
     assert inputs["input_ids"][:, -1].tolist() == [model.config.eos_token_id] * 2
@@ -194,6 +235,9 @@ def test_what_cannot_be_made_is_said() -> None:
 
     with pytest.raises(UnsupportedError, match=r"keeps no cache(?s:.*)BertForMaskedLM"):
         example_inputs(small("bert"), "decode")
+    config = SMALL["bert"]()[1]
+    with pytest.raises(UnsupportedError, match=r"keeps no cache(?s:.*)got: outputs logits"):
+        example_inputs(skeleton(transformers.BertLMHeadModel, config), "decode")
     with pytest.raises(PlanError, match=r"unknown mode(?s:.*)expected: train, forward, prefill, decode\n  got: 'eval'"):
         example_inputs(small("bert"), "eval")  # type: ignore[arg-type]
     config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
