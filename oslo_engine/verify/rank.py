@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ Send = Callable[[Message], None]
 
 def run_rank(task: Task, rank: int, send: Send) -> None:
     """Run all checks; a row that could not be made is a failed one, and its error is raised."""
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(task.folder,), daemon=True).start()
     with open(task.stack_file(rank), "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack)
         _quiet()
@@ -69,10 +71,9 @@ def _quiet() -> None:
 
 
 def _join(task: Task, rank: int) -> None:
+    """A process group also for one rank: over gloo, models stay on the CPU."""
     torch.set_num_threads(1)
     seed_everything(task.settings.seed, rank)
-    if task.settings.num_ranks == 1:
-        return
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     store = dist.FileStore(str(task.folder / "store"), task.settings.num_ranks)
     dist.init_process_group(
@@ -80,7 +81,8 @@ def _join(task: Task, rank: int) -> None:
     )
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(folder: Path) -> None:
     parent: Any = parent_process()
     wait([parent.sentinel])
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from oslo_engine.api import parallelize
 from oslo_engine.errors import PlanError, UnsupportedError
 from oslo_engine.plan.plan import TensorPlan
-from oslo_engine.rewrite.state import ParallelState, parallel_state
+from oslo_engine.rewrite.state import parallel_state
 from oslo_engine.verify.batches import Shape, make_batch, pad_token, training_shapes
 from oslo_engine.verify.compare import LIMITS, Limits
 from oslo_engine.verify.fill import fill
@@ -42,10 +42,6 @@ class Trial:
         return self.reference.config
 
     @property
-    def state(self) -> ParallelState:
-        return parallel_state(self.model)
-
-    @property
     def limits(self) -> Limits:
         return LIMITS[self.settings.dtype]
 
@@ -67,16 +63,16 @@ class Trial:
         """Another split copy of the unsplit model. Collective."""
         return split(self.reference, self.settings)
 
-    def parameters(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter, TensorPlan]]:
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter, TensorPlan]]:
         """(first name, this rank's slice, its plan) of every parameter that lives here."""
-        plan = parallel_state(model).plan
-        for name, parameter in model.named_parameters():
+        plan = parallel_state(self.model).plan
+        for name, parameter in self.model.named_parameters():
             tensor = plan.tensor(name)
             yield tensor.name, parameter, tensor
 
-    def slice_of(self, whole: Tensor, tensor: TensorPlan, model: nn.Module | None = None) -> Tensor:
+    def slice_of(self, whole: Tensor, tensor: TensorPlan) -> Tensor:
         """What this rank should hold of a whole tensor (a weight, or its gradient)."""
-        tp_rank = parallel_state(self.model if model is None else model).mesh.at.tp_rank
+        tp_rank = parallel_state(self.model).mesh.at.tp_rank
         return whole.detach() if tensor.shard is None else tensor.shard.apply(whole.detach(), tp_rank)
 
 

@@ -28,10 +28,10 @@ def _place(trial: Trial) -> Iterator[Row]:
     whole = dict(trial.reference.named_parameters())
     wrong = [
         name
-        for name, parameter, tensor in trial.parameters(trial.model)
+        for name, parameter, tensor in trial.parameters()
         if bits_that_differ(parameter, trial.slice_of(whole[name], tensor))
     ]
-    held = {name for names in gather_objects([name for name, _, _ in trial.parameters(trial.model)]) for name in names}
+    held = {name for names in gather_objects([name for name, _, _ in trial.parameters()]) for name in names}
     missing = [name for name in whole if name not in held]
     detail = [f"{name} is wrong" for name in wrong[:1]] + [f"{name} is on no rank" for name in missing[:1]]
     yield judge(_PLACED, len(wrong) + len(missing), 0, ", ".join(detail))

@@ -101,7 +101,7 @@ def _gradient_error(trial: Trial, limits: Limits) -> Error:
     return gradient_errors(
         (
             (name, parameter.grad, None if (grad := whole[name]) is None else trial.slice_of(grad, tensor))
-            for name, parameter, tensor in trial.parameters(trial.model)
+            for name, parameter, tensor in trial.parameters()
         ),
         max(size_of(grad, limits) for grad in whole.values() if grad is not None),
         limits,
@@ -147,7 +147,7 @@ def _update_error(trial: Trial, whole_before: dict[str, Tensor], before: dict[st
     updates = {name: parameter.detach() - whole_before[name] for name, parameter in trial.reference.named_parameters()}
     largest = max(float(update.abs().max()) for update in updates.values())
     worst = Error(0.0)
-    for name, parameter, tensor in trial.parameters(trial.model):
+    for name, parameter, tensor in trial.parameters():
         error = relative_error(parameter.detach() - before[name], trial.slice_of(updates[name], tensor), largest)
         worst = max(worst, Error(error, name), key=lambda each: each.value)
     return worst
