@@ -43,7 +43,8 @@ def parallelize(
         schedule: order of the pipeline: "gpipe", "1f1b", "interleaved", "zero-bubble" or "zero-bubble-v".
         micro_batch_size: rows of a micro-batch of the pipeline; ``model.set_micro_batch_size`` changes it.
         sequence_parallel: split activations between the tensor-parallel regions along the sequence, in training.
-        seed: of the dropout masks; by default taken from torch's seed on rank 0.
+        seed: of the dropout masks of a split model; by default taken from torch's seed on rank 0. Without tensor and pipeline
+            parallelism dropout draws from torch's own generators.
 
     Returns:
         ``model``.

@@ -166,11 +166,11 @@ class _Matcher:
                 rows.append(module_name)
                 features[module_name] = self._cut_rows(module_name, unit, where)
         uneven = {size for size in features.values() if size}
-        if len(uneven) > 1:
+        if len(uneven) > 1 or (uneven and 0 in features.values()):
             raise PolicyError(
-                "the columns and rows of a region must have the same number of features",
+                "the columns and rows of a region must be dealt out alike: the same number of features, or heads throughout",
                 where=self.policy.where("regions", name),
-                got=", ".join(f"{module}: {size}" for module, size in features.items() if size),
+                got=", ".join(f"{module}: {f'{size} features' if size else 'heads'}" for module, size in features.items()),
             )
         if not columns or not rows:
             raise PolicyError(

@@ -100,6 +100,7 @@ def test_a_model_without_a_head_matches_too() -> None:
         ({"regions__attention__set": {"heads": "head"}}, "no such attribute"),
         ({"regions__attention__set": {"num_heads": "head * width"}}, "unknown name 'width'"),
         ({"units": {"head": {"count": "heads"}}}, "no whole number 'heads'"),
+        ({"regions__mlp__columns": {"c_fc": "head"}}, "must be dealt out alike"),
         ({"regions__mlp__scope": "inner"}, "the scope is no module"),
         ({"vocabulary__heads": ()}, "the model's output head is not in the policy"),
         ({"regions__again": {"at": "mlp", "columns": {"c_fc": "feature"}, "rows": {"c_proj": "feature"}}}, "cut by two rules"),
