@@ -98,10 +98,7 @@ class MetaWeights(TorchDispatchMode):
         return self._mixed(func, args, kwargs)
 
     def _mixed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An operation on real values and parameters."""
-        written = _written_arguments(func, args, kwargs)
-        if any(not t.is_meta for t in written):
-            return written[0] if func._schema.returns else None
+        """An operation on real values and parameters: its meta kernel says the shape, and does not touch a real value."""
         if func in INDEXING:
             args = _without_masks(args)
         try:
@@ -110,7 +107,7 @@ class MetaWeights(TorchDispatchMode):
             if "grouped_mm" not in str(func):
                 return self._on_zeros(func, args, kwargs)
             out = torch.empty(args[0].shape[0], args[1].shape[-1], dtype=args[0].dtype, device=META)
-        return out if written else pytree.tree_map(materialize, out)
+        return out if func._schema.is_mutable else pytree.tree_map(materialize, out)
 
     @staticmethod
     def _on_zeros(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -128,16 +125,6 @@ def _only_moves(func: Any, tensors: list[Tensor], kwargs: dict[str, Any]) -> boo
     if func is not aten._to_copy.default or kwargs["device"] == tensors[0].device:
         return False
     return kwargs.get("dtype") in (None, tensors[0].dtype)
-
-
-def _written_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an in-place or ``out=`` operation changes."""
-    written: list[Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            written += tensors_in(value)
-    return written
 
 
 def _without_masks(args: Any) -> Any:
