@@ -4,7 +4,7 @@ Parameters are ``meta`` tensors that stand for real values. Each operation on on
 program and so with the same random numbers; but the values used longest ago are reduced to what is to be kept of them.
 
     whole     the value exists (lately used, or the result of an operation on parameters)
-    kept      only what ``keep`` made of it exists; an elementwise operation can go on with that, others are refused
+    kept      only what ``keep`` made of it exists; an operation entry by entry can go on with that, others are refused
     nothing   nobody wants it: operations that draw random numbers are executed on scratch memory, all others are skipped
 
 A value is found by the storage of the tensor, so that views, ``.data`` and ``detach()`` of a parameter reach it too. Asked for
@@ -29,6 +29,7 @@ from oslo_engine.errors import UnsupportedError
 aten = torch.ops.aten
 
 OPEN_BYTES = 1 << 26
+NOTHING = "nothing"
 
 # Operations that are not tagged as pointwise and yet treat every entry by itself.
 ENTRY_BY_ENTRY = {
@@ -83,7 +84,8 @@ class _Value:
     wanted: bool = True
     keep: Keep | None = None
     kept: Tensor | None = None
-    lost: bool = False  # entries outside ``kept`` are gone
+    lost: bool = False  # entries outside ``region`` are not what the program made them
+    region: Any = None  # ``keep``, NOTHING, or None for all
 
     @property
     def num_bytes(self) -> int:
@@ -91,7 +93,7 @@ class _Value:
 
     @property
     def is_incomplete(self) -> bool:
-        return self.lost or (self.flat is None and (self.keep is not None or not self.wanted))
+        return self.lost or (self.flat is None and self.region is not None)
 
     def whole(self) -> Tensor:
         assert self.flat is not None
@@ -157,6 +159,7 @@ class ShadowExecution(TorchDispatchMode):
                 parameter = stand_in
             value.shape, value.stride = parameter.shape, parameter.stride()  # it may be a view of a result
             value.is_parameter, value.wanted, value.keep = True, wanted, keep if wanted else None
+            value.region = value.keep if wanted else NOTHING
             self._use(value)
             self._close_old()
         return parameter
@@ -181,7 +184,7 @@ class ShadowExecution(TorchDispatchMode):
     def _execute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if kwargs.get("device") == META:  # what Python makes of the 2 in ``stand_in[:3] = 2``
             kwargs["device"] = self._default_device
-        values = [value for tensor in _tensors((args, kwargs)) if (value := self._value(tensor)) is not None]
+        values = [(tensor, value) for tensor in _tensors((args, kwargs)) if (value := self._value(tensor)) is not None]
         if not values or _is_view(func) or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
@@ -189,11 +192,14 @@ class ShadowExecution(TorchDispatchMode):
         targets = [value for tensor in written if (value := self._value(tensor)) is not None]
         if not random and targets and len(targets) == len(written) and not any(value.wanted for value in targets):
             return written[0]
-        self._check_entries(func, values, into_real=len(targets) < len(written))
+        sources = self._incomplete_sources(func, values, written, targets)
         real_args, real_kwargs = pytree.tree_map(lambda leaf: self._real(leaf, func, written, random), (args, kwargs))
         out = func(*real_args, **real_kwargs)
         self._close_old()
-        return written[0] if written else pytree.tree_map(self._stand_in, out)
+        if written:
+            self._spoil(targets, sources)
+            return written[0]
+        return pytree.tree_map(lambda leaf: self._stand_in(leaf, func, sources), out)
 
     def _real(self, leaf: Any, func: Any, written: list[Tensor], random: bool) -> Any:
         """The real tensor for a stand-in; other arguments unchanged."""
@@ -206,29 +212,51 @@ class ShadowExecution(TorchDispatchMode):
         self._use(value)
         return torch.as_strided(flat.view(leaf.dtype), leaf.shape, leaf.stride(), leaf.storage_offset())
 
-    def _check_entries(self, func: Any, values: list[_Value], into_real: bool) -> None:
-        incomplete = [value for value in values if value.is_incomplete]
-        tags = {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded}
-        by_entry = func in ENTRY_BY_ENTRY or tags & set(func.tags)
-        if incomplete and func not in SHAPE_ONLY and (into_real or not by_entry):
-            self._refusal = UnsupportedError(
-                "an initialiser computes with a whole parameter after others were initialised",
-                where=str(func),
-                got=f"a parameter of shape {tuple(incomplete[0].shape)}",
-                hint="build the model whole and pass it to parallelize",
-            )
-            raise self._refusal
+    def _incomplete_sources(
+        self, func: Any, values: list[tuple[Tensor, _Value]], written: list[Tensor], targets: list[_Value]
+    ) -> list[_Value]:
+        """What the operation reads of which only a region is right: then its result is right there, if it works entry by entry.
 
-    def _stand_in(self, out: Any) -> Any:
+        Raises:
+            UnsupportedError: the result would be wrong where it is wanted.
+        """
+        if func in SHAPE_ONLY or not any(value.is_incomplete for _, value in values):
+            return []
+        sources = [(t, value) for t, value in values if value.is_incomplete and not any(t is tensor for tensor in written)]
+        regions = {value.region for _, value in sources}
+        by_entry = func in ENTRY_BY_ENTRY or {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded} & set(func.tags)
+        fitting = all(value.region in regions or not (value.is_parameter and value.wanted) for value in targets) or not sources
+        whole = all(t.shape == value.shape and t.shape == like.shape for t, value in sources for like in written or [t])
+        if not (by_entry and len(targets) == len(written) and len(regions) <= 1 and fitting and whole):
+            self._refuse(func)
+        return [value for _, value in sources]
+
+    def _refuse(self, func: Any) -> None:
+        self._refusal = UnsupportedError(
+            "an initialiser computes with a whole parameter after others were initialised",
+            where=str(func),
+            hint="build the model whole and pass it to parallelize",
+        )
+        raise self._refusal
+
+    @staticmethod
+    def _spoil(values: list[_Value], sources: list[_Value]) -> None:
+        """Note that values are right only where the sources are."""
+        for value in values if sources else ():
+            value.lost, value.region = True, sources[0].region
+
+    def _stand_in(self, out: Any, func: Any, sources: list[_Value]) -> Any:
         """A meta tensor for the result of an operation on parameters: code may go on with it, as a ``.data`` for one."""
         if not isinstance(out, Tensor):
             return out
+        if sources and out.shape != sources[0].shape:
+            self._refuse(func)
         for key in [key for key in self._results if self._values[key][0].expired()]:
             del self._values[key]
             self._results.discard(key)
         out = out.contiguous()
         stand_in = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=META)
-        self._add(stand_in, out)
+        self._spoil([self._add(stand_in, out)], sources)
         self._results.add(stand_in.untyped_storage()._cdata)
         return stand_in
 

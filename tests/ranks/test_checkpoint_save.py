@@ -21,8 +21,9 @@ from oslo_engine.checkpoint.layout import read_layout
 from oslo_engine.checkpoint.save import save_merged, save_split
 from oslo_engine.checkpoint.source import open_source, verify_source
 from oslo_engine.errors import CheckpointError, UnsupportedError
+from oslo_engine.rewrite.state import parallel_state
 from rank_pool import RankFailure
-from split_models import MODELS, plan_of, whole_model, write_split
+from split_models import MODELS, differences, plan_of, whole_model, write_split
 
 
 def split(name: str, tp: int, pp: int, **options: Any) -> Any:
@@ -90,6 +91,25 @@ def test_a_merged_checkpoint_is_that_of_save_pretrained(
             assert mine.read_text() == path.read_text(), path.name
     loaded = type(whole).from_pretrained(tmp_path / "a")
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), whole.parameters(), strict=True))
+
+
+def load_and_save(source: Path, target: Path, tp: int, pp: int) -> list[str]:
+    """Load a checkpoint at another layout and save it again; what the rank holds that is not the whole model's."""
+    model = oslo.AutoModelForCausalLM.from_pretrained_with_parallel(source, tensor_parallel_size=tp, pipeline_parallel_size=pp)
+    model.save_pretrained_with_parallel(target)
+    state = parallel_state(model)
+    return differences(model, whole_model("llama_two_kv"), state.plan, state.mesh)
+
+
+def test_saved_at_one_layout_it_loads_at_any_other_and_back(rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool(4).run(save_job, tmp_path / "2x2", "llama_two_kv", 2, 2, False, {})
+    folder = tmp_path / "2x2"
+    for tp, pp in [(4, 1), (1, 2), (3, 1), (2, 2)]:
+        target = tmp_path / f"{tp}x{pp} again"
+        assert rank_pool(tp * pp).run(load_and_save, folder, target, tp, pp) == [[]] * (tp * pp)
+        folder = target
+    for path in (tmp_path / "2x2").glob("*.safetensors"):
+        assert path.read_bytes() == (folder / path.name).read_bytes()
 
 
 def test_one_process_saves_too(tmp_path: Path) -> None:

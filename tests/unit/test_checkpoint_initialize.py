@@ -130,9 +130,9 @@ def scale_in_place(model: Any) -> None:
 
 def fill_a_part(model: Any) -> None:
     with torch.no_grad():
+        model.third.data[0].uniform_(3, 4)
         model.second.weight[2:5] = 7
         model.third[:, 1] = torch.arange(4.0)
-        model.third.data[0].uniform_(3, 4)
 
 
 def draw_again(model: Any) -> None:
@@ -169,6 +169,33 @@ ODD = (scale_in_place, fill_a_part, draw_again, replace_data, copy_between, repl
 def test_unusual_constructors_and_initialisers_are_followed(what: Any, when: str) -> None:
     cls = odd(**{when: what})
     check(cls, BertConfig(), odd_plan(cls))
+
+
+@pytest.mark.parametrize("when", ["construct", "initialise"])
+@pytest.mark.parametrize(
+    "what", [*ODD[:-1], "copy_whole", "norm_of_result"], ids=lambda value: getattr(value, "__name__", value)
+)
+def test_with_one_tensor_at_a_time_the_result_is_right_or_refused(
+    monkeypatch: pytest.MonkeyPatch, what: Any, when: str
+) -> None:
+    monkeypatch.setattr(initialize, "ShadowExecution", lambda: ShadowExecution(0))
+    cls = odd(**{when: {"copy_whole": copy_whole, "norm_of_result": norm_of_result}.get(what, what)})
+    if what in (scale_in_place, fill_a_part, draw_again, replace_data):
+        check(cls, BertConfig(), odd_plan(cls))
+        return
+    with pytest.raises(UnsupportedError, match="whole parameter"):
+        check(cls, BertConfig(), odd_plan(cls))
+
+
+def copy_whole(model: Any) -> None:
+    """Of a tensor that other ranks hold."""
+    with torch.no_grad():
+        model.first.bias.copy_(model.third[:, 0])
+
+
+def norm_of_result(model: Any) -> None:
+    with torch.no_grad():
+        model.first.bias.copy_((model.third * 2).norm().expand(4))
 
 
 def normalise(model: Any) -> None:

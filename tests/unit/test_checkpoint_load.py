@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
     T5ForConditionalGeneration,
 )
-from transformers.core_model_loading import Chunk, WeightConverter
+from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 
 import small_models
 from oslo_engine.checkpoint import names
@@ -140,6 +140,15 @@ def test_what_was_renamed_is_remembered_for_saving(tmp_path: Path) -> None:
     load_weights(model, plan, mesh.at, open_source(folder), CPU)
     right = BertForMaskedLM.from_pretrained(folder)
     assert [str(entry) for entry in model._weight_conversions] == [str(entry) for entry in right._weight_conversions]
+
+
+def test_the_names_in_a_split_checkpoint_are_taken_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers' renamings are made for names on the hub; some would change a name that is right."""
+    whole = whole_model("bert")
+    write_split(whole, plan_of(*MODELS["bert"](), 2, 1), tmp_path)
+    wrong = [WeightRenaming("self.query", "self.key")]
+    monkeypatch.setattr(names, "get_model_conversion_mapping", lambda model: copy.deepcopy(wrong))
+    assert check(*MODELS["bert"](), 1, 2, tmp_path, whole) == NOTHING
 
 
 def test_any_name_of_a_tied_parameter_serves(tmp_path: Path) -> None:

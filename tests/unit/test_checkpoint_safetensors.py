@@ -148,7 +148,7 @@ DAMAGED = {
     "bytes left over": {"x": entry(shape=[1], data_offsets=[0, 4])},
     "more bytes than the shape has": {"x": entry(shape=[1])},
     "a huge shape": {"x": entry(shape=[1 << 40, 1 << 40])},
-    "a name twice": b'{"x":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"x":{"dtype":"U8","shape":[],"data_offsets":[4,8]}}',
+    "a name twice": json.dumps({"x": entry(), "y": entry()}).replace('"y"', '"x"').encode(),
 }
 
 

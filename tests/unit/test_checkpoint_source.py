@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from oslo_engine.checkpoint.safetensors_io import SafetensorsFile
+from oslo_engine.checkpoint.layout import Layout, TensorLayout
+from oslo_engine.checkpoint.safetensors_io import SafetensorsFile, write_safetensors
 from oslo_engine.checkpoint.source import floating_dtype, open_source, verify_source
 from oslo_engine.errors import CheckpointError
+from oslo_engine.shards import Shard
 from split_models import MODELS, plan_of, whole_model, write_split
 
 
@@ -100,6 +103,27 @@ def test_a_split_checkpoint_reads_as_the_whole_tensors(tmp_path: Path, name: str
             for spans in ([(0, size)], [(size // 3, size)], [(size // 2, size), (0, size // 3)], [(0, 0)]):
                 pieces = [right.narrow(dim, start, stop - start) for start, stop in spans]
                 assert torch.equal(source.read(key, dim, spans), torch.cat(pieces, dim)), (key, dim, spans)
+
+
+def test_entries_that_two_ranks_hold_are_read_from_the_first(tmp_path: Path) -> None:
+    """A fused weight of which one part is cut and the other replicated, in ranks' files that came to differ."""
+    shard = Shard(0, 6, (((0, 2), (2, 4)), ((0, 2), (4, 6))))
+    tensor = TensorLayout("x", ("x",), (6, 3), torch.float32, shard, (0,), merged_name="x")
+    right = torch.randn(6, 3)
+    layout = Layout(2, 1, "none", "Model", "safetensors", (tensor,))
+    files = {}
+    for rank in range(2):
+        local = shard.apply(right, rank)
+        local[:2] += rank
+        spec = {"x": tensor.local_spec(rank)}
+        files[layout.file_name(rank, 0)] = write_safetensors(
+            tmp_path / layout.file_name(rank, 0), spec, {"x": local}.__getitem__
+        )
+    replace(layout, files=files).write(tmp_path)
+    source = open_source(tmp_path)
+    assert torch.equal(source.read("x"), right)
+    assert torch.equal(source.read("x", 0, [(3, 6), (0, 1)]), torch.cat([right[3:], right[:1]]))
+    assert torch.equal(source.read("x", 1, [(2, 3), (0, 1)]), right[:, [2, 0]])
 
 
 @pytest.fixture
