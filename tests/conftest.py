@@ -19,14 +19,26 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[Callable[[int], RankPool]]:
     """``rank_pool(2).run(job, ...)``: the pools of the session by world size, see tests/support/rank_pool.py."""
-    pools: dict[int, RankPool] = {}
 
     def of_size(world_size: int) -> RankPool:
-        return pools.setdefault(world_size, RankPool(world_size))
+        return _POOLS.setdefault(world_size, RankPool(world_size))
 
     yield of_size
-    for pool in pools.values():
+    _stop_ranks()
+
+
+_POOLS: dict[int, RankPool] = {}
+
+
+def _stop_ranks() -> None:
+    for pool in _POOLS.values():
         pool.kill()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Behind the tests that need ranks none stay: even idle, the threads of their process groups take a good part of a core."""
+    if "ranks" not in item.path.parts and "rank_pool" not in getattr(item, "fixturenames", ()):
+        _stop_ranks()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
