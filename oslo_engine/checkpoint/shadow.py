@@ -5,7 +5,7 @@ program and so with the same random numbers; but the values used longest ago are
 
     whole     the value exists (lately used, or the result of an operation on parameters)
     kept      only what ``keep`` made of it exists; an operation entry by entry can go on with that, others are refused
-    nothing   nobody wants it: operations that draw random numbers are executed on scratch memory, all others are skipped
+    gone      nobody wants it: operations that draw random numbers are executed on scratch memory, all others are skipped
 
 A value is found by the storage of the tensor, so that views, ``.data`` and ``detach()`` of a parameter reach it too. Asked for
 its device, a stand-in tells the value's: initialisers (``trunc_normal_`` for one) leave ``meta`` tensors alone.
@@ -92,8 +92,17 @@ class _Value:
         return self.numel * self.dtype.itemsize
 
     @property
+    def is_gone(self) -> bool:
+        """Whether nothing of it is left, nor wanted."""
+        return self.flat is None and not self.wanted
+
+    @property
     def is_incomplete(self) -> bool:
         return self.lost or (self.flat is None and self.region is not None)
+
+    def is_all_of(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is this value as it is kept, and no part or transpose of it."""
+        return (tensor.shape, tensor.stride(), tensor.storage_offset()) == (self.shape, self.stride, 0)
 
     def whole(self) -> Tensor:
         assert self.flat is not None
@@ -190,7 +199,7 @@ class ShadowExecution(TorchDispatchMode):
         written = _written(func, args, kwargs)
         random = torch.Tag.nondeterministic_seeded in func.tags
         targets = [value for tensor in written if (value := self._value(tensor)) is not None]
-        if not random and targets and len(targets) == len(written) and not any(value.wanted for value in targets):
+        if not random and targets and len(targets) == len(written) and all(value.is_gone for value in targets):
             return written[0]
         sources = self._incomplete_sources(func, values, written, targets)
         real_args, real_kwargs = pytree.tree_map(lambda leaf: self._real(leaf, func, written, random), (args, kwargs))
@@ -223,11 +232,14 @@ class ShadowExecution(TorchDispatchMode):
         if func in SHAPE_ONLY or not any(value.is_incomplete for _, value in values):
             return []
         sources = [(t, value) for t, value in values if value.is_incomplete and not any(t is tensor for tensor in written)]
-        regions = {value.region for _, value in sources}
+        if sources:
+            whole = all(value.is_all_of(t) for t, value in values)
+            parameters = {value.region for value in targets if value.is_parameter and value.wanted}
+            same_region = len(parameters | {value.region for _, value in sources}) == 1
+        else:  # at most a target is incomplete, and stays so
+            whole = same_region = True
         by_entry = func in ENTRY_BY_ENTRY or {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded} & set(func.tags)
-        fitting = all(value.region in regions or not (value.is_parameter and value.wanted) for value in targets) or not sources
-        whole = all(t.shape == value.shape and t.shape == like.shape for t, value in sources for like in written or [t])
-        if not (by_entry and len(targets) == len(written) and len(regions) <= 1 and fitting and whole):
+        if not (by_entry and whole and same_region and len(targets) == len(written)):
             self._refuse(func)
         return [value for _, value in sources]
 

@@ -72,6 +72,16 @@ def test_the_files_can_be_those_of_torch_save(rank_pool: Any, tmp_path: Path, se
     assert state["transformer.wte.weight"].shape == (65, 24)
 
 
+def test_of_a_view_only_the_view_is_written(tmp_path: Path) -> None:
+    model = oslo.parallelize(whole_model("gpt2"))
+    save_split(model, tmp_path / "own", save_function=torch.save)
+    weight = model.transformer.ln_f.weight
+    weight.data = torch.cat([weight.detach(), torch.zeros(100_000)])[: weight.numel()]
+    save_split(model, tmp_path / "view", save_function=torch.save)
+    own, view = (path / "pytorch_model_tp=0_pp=0.bin" for path in (tmp_path / "own", tmp_path / "view"))
+    assert own.stat().st_size == view.stat().st_size
+
+
 @pytest.mark.parametrize(("name", "tp", "pp"), [("gpt2", 2, 2), ("t5", 2, 2), ("bert", 2, 1)])
 @pytest.mark.parametrize("size", ["50GB", "30KB"])
 def test_a_merged_checkpoint_is_that_of_save_pretrained(
@@ -122,10 +132,18 @@ def test_one_process_saves_too(tmp_path: Path) -> None:
     )
 
 
+def save_where_copies_cannot_write(folder: Path) -> None:
+    model = split("llama", 2, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if parallel_state(model).mesh.at.dp_rank > 0:
+            patch.setattr(save, "write_safetensors", lambda *args: disk_full())
+        save_split(model, folder)
+
+
 def test_virtual_stages_and_data_parallel_copies_are_saved_once(rank_pool: Any, tmp_path: Path) -> None:
     rank_pool(2).run(save_job, tmp_path / "a", "gpt2", 1, 2, False, {"schedule": "interleaved"})
     same(tmp_path / "a", "gpt2")
-    rank_pool(4).run(save_job, tmp_path / "b", "llama", 2, 1, False, {})
+    rank_pool(4).run(save_where_copies_cannot_write, tmp_path / "b")
     assert sorted(path.name for path in (tmp_path / "b").glob("*.safetensors")) == [
         f"model_tp={tp}_pp=0.safetensors" for tp in (0, 1)
     ]

@@ -93,6 +93,7 @@ class Odd(PreTrainedModel):
         self.first = nn.Linear(6, 4)
         self.second = nn.Embedding(8, 6, padding_idx=3)
         self.third = nn.Parameter(torch.randn(4, 6) * 3)
+        self.square = nn.Parameter(torch.randn(4, 4))
         self.norm = nn.LayerNorm(6)
         self.register_buffer("noise", torch.randn(4))
         type(self).construct(self)
@@ -171,31 +172,51 @@ def test_unusual_constructors_and_initialisers_are_followed(what: Any, when: str
     check(cls, BertConfig(), odd_plan(cls))
 
 
-@pytest.mark.parametrize("when", ["construct", "initialise"])
-@pytest.mark.parametrize(
-    "what", [*ODD[:-1], "copy_whole", "norm_of_result"], ids=lambda value: getattr(value, "__name__", value)
-)
-def test_with_one_tensor_at_a_time_the_result_is_right_or_refused(
-    monkeypatch: pytest.MonkeyPatch, what: Any, when: str
-) -> None:
-    monkeypatch.setattr(initialize, "ShadowExecution", lambda: ShadowExecution(0))
-    cls = odd(**{when: {"copy_whole": copy_whole, "norm_of_result": norm_of_result}.get(what, what)})
-    if what in (scale_in_place, fill_a_part, draw_again, replace_data):
-        check(cls, BertConfig(), odd_plan(cls))
-        return
-    with pytest.raises(UnsupportedError, match="whole parameter"):
-        check(cls, BertConfig(), odd_plan(cls))
-
-
-def copy_whole(model: Any) -> None:
-    """Of a tensor that other ranks hold."""
+def copy_from_other_ranks(model: Any) -> None:
     with torch.no_grad():
-        model.first.bias.copy_(model.third[:, 0])
+        model.third.uniform_()  # so that the bias is not the last that was used
+        model.norm.weight.copy_(model.norm.bias)
 
 
 def norm_of_result(model: Any) -> None:
     with torch.no_grad():
         model.first.bias.copy_((model.third * 2).norm().expand(4))
+
+
+def softmax(model: Any) -> None:
+    model.third.data = torch.softmax(model.third.data, -1)
+
+
+def transpose_part(model: Any) -> None:
+    with torch.no_grad():
+        model.third[:, :4] = model.third[:, :4].t().clone()
+
+
+def transpose_square(model: Any) -> None:
+    model.square.data = model.square.data.t().clone()
+
+
+def shift(model: Any) -> None:
+    model.third.data = nn.functional.pad(model.third.data, (1, 0))[:, :6]
+
+
+FOLLOWED = (scale_in_place, fill_a_part, draw_again, replace_data, copy_between)
+REFUSED = (copy_from_other_ranks, norm_of_result, softmax, transpose_part, transpose_square, shift)
+
+
+@pytest.mark.parametrize("when", ["construct", "initialise"])
+@pytest.mark.parametrize("what", FOLLOWED + REFUSED, ids=lambda function: function.__name__)
+def test_with_one_tensor_at_a_time_the_result_is_right_or_refused(
+    monkeypatch: pytest.MonkeyPatch, what: Any, when: str
+) -> None:
+    cls = odd(**{when: what})
+    check(cls, BertConfig(), odd_plan(cls))  # with room for several, all are followed
+    monkeypatch.setattr(initialize, "ShadowExecution", lambda: ShadowExecution(0))
+    if what in FOLLOWED:
+        check(cls, BertConfig(), odd_plan(cls))
+        return
+    with pytest.raises(UnsupportedError, match="whole parameter"):
+        check(cls, BertConfig(), odd_plan(cls))
 
 
 def normalise(model: Any) -> None:
@@ -209,6 +230,17 @@ def test_computing_with_a_whole_parameter_that_is_gone_is_refused(monkeypatch: p
     monkeypatch.setattr(initialize, "ShadowExecution", lambda: ShadowExecution(0))
     with pytest.raises(UnsupportedError, match="whole parameter"):
         check(cls, BertConfig(), odd_plan(cls))
+
+
+def test_a_buffer_gets_no_values_of_a_parameter_that_is_gone() -> None:
+    mode = ShadowExecution(0)
+    gone, last = (mode.adopt(nn.Parameter(torch.ones(4)), wanted=False) for _ in range(2))
+    buffer = torch.zeros(4)
+    with mode, torch.no_grad():
+        buffer.copy_(last)
+    assert torch.equal(buffer, torch.ones(4))
+    with pytest.raises(UnsupportedError, match="whole parameter"), mode, torch.no_grad():
+        buffer.copy_(gone)
 
 
 def swallow(model: Any) -> None:

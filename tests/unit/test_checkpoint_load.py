@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
     GPT2LMHeadModel,
@@ -289,6 +290,7 @@ def test_a_missing_vocabulary_is_initialised_once_for_all_its_names(tmp_path: Pa
     )
     torch.manual_seed(11)
     right = GPT2LMHeadModel.from_pretrained(folder)
+    after = torch.get_rng_state()
     plan = plan_of(GPT2LMHeadModel, whole.config, 2, 2)
     for rank in range(4):
         model, mesh = rank_model(GPT2LMHeadModel, whole.config, plan, rank)
@@ -297,6 +299,35 @@ def test_a_missing_vocabulary_is_initialised_once_for_all_its_names(tmp_path: Pa
         initialize_missing(GPT2LMHeadModel, whole.config, plan, mesh.at, model, report.uninitialized, CPU)
         assert "transformer.wte.weight" in report.missing
         assert differences(model, right, plan, mesh) == []
+        assert torch.equal(torch.get_rng_state(), after)
+
+
+class HeadFirst(PreTrainedModel):
+    """Its tied parameter has the name of the copy first."""
+
+    config_class = BertConfig
+    _tied_weights_keys = {"head.weight": "embed.weight"}  # noqa: RUF012
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.head = torch.nn.Linear(6, 8, bias=False)
+        self.embed = torch.nn.Embedding(8, 6)
+        self.other = torch.nn.Linear(2, 2)
+        self.post_init()
+
+
+def test_a_tie_may_be_named_after_the_copy(tmp_path: Path) -> None:
+    folder = edited(saved(HeadFirst(BertConfig()), tmp_path), lambda tensors: {"other.bias": tensors["other.bias"]})
+    torch.manual_seed(11)
+    right = HeadFirst.from_pretrained(folder)
+    assert right.head.weight is right.embed.weight
+    plan = plan_of(HeadFirst, BertConfig(), 1, 1)
+    assert plan.tensor("embed.weight").name == "head.weight"
+    model, mesh = rank_model(HeadFirst, BertConfig(), plan, 0)
+    torch.manual_seed(11)
+    report = load_weights(model, plan, mesh.at, open_source(folder), CPU)
+    initialize_missing(HeadFirst, BertConfig(), plan, mesh.at, model, report.uninitialized, CPU)
+    assert differences(model, right, plan, mesh) == []
 
 
 def test_another_shape_is_an_error_or_initialised_anew(tmp_path: Path) -> None:

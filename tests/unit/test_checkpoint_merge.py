@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -71,14 +72,35 @@ def test_bin_files_can_be_merged_too(tmp_path: Path) -> None:
     same_as_saved(tmp_path / "merged", whole, tmp_path / "right")
 
 
+class WithBuffer(BertForMaskedLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("seen", torch.arange(5))
+
+
+def test_the_index_counts_parameters_and_not_buffers(tmp_path: Path) -> None:
+    config = MODELS["bert"]()[1]
+    whole = WithBuffer(config)
+    write_split(whole, plan_of(WithBuffer, config, 1, 1), tmp_path / "split")
+    merge(tmp_path / "split", tmp_path / "merged", max_shard_size="20KB")
+    whole.save_pretrained(tmp_path / "right", max_shard_size="20KB")
+    assert contents(tmp_path / "merged") == contents(tmp_path / "right")
+    found, right = (json.loads((tmp_path / form / "model.safetensors.index.json").read_text()) for form in ("merged", "right"))
+    assert found["metadata"] == right["metadata"]
+
+
 @pytest.mark.parametrize("size", ["50GB", "10KB"])
-def test_experts_are_written_in_the_form_of_the_hub(tmp_path: Path, size: str) -> None:
+def test_experts_are_written_in_the_form_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str) -> None:
+    makers = []
+    real = module._Maker
+    monkeypatch.setattr(module, "_Maker", lambda *args: makers.append(real(*args)) or makers[-1])
     cls, config, _ = small_models.mixtral()
     torch.manual_seed(0)
     whole = cls(config)
     layout = write_split(whole, plan_of(cls, config, 1, 1), tmp_path / "split")
     assert {tensor.converted for tensor in layout.tensors} == {True, False}
     merge(tmp_path / "split", tmp_path / "merged", max_shard_size=size)
+    assert [maker.waiting for maker in makers] == [{}]
     whole.save_pretrained(tmp_path / "right", max_shard_size=size)
     assert contents(tmp_path / "merged") == contents(tmp_path / "right")
     assert any("block_sparse_moe.experts.3.w1" in name for name in contents(tmp_path / "merged"))
