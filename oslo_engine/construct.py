@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from oslo_engine.assemble import assemble
+from oslo_engine.checkpoint.agree import together
 from oslo_engine.checkpoint.initialize import initialize_like_unsplit, initialize_missing
 from oslo_engine.checkpoint.load import LoadReport, load_weights
 from oslo_engine.checkpoint.skeleton import meta_model, transformers_class
-from oslo_engine.checkpoint.source import TensorSource, floating_dtype, open_source
+from oslo_engine.checkpoint.source import TensorSource, floating_dtype, open_source, verify_source
 from oslo_engine.comm.mesh import Mesh, build_mesh
 from oslo_engine.errors import CheckpointError, UnsupportedError
 from oslo_engine.plan.plan import Plan
@@ -99,7 +101,7 @@ def load_parallel(
     if attention is not None:
         config._attn_implementation = attention
     folder = _folder(path, hub)
-    source = open_source(folder)
+    source = _open_on_every_rank(folder)
     model_class = transformers_class(_model_class(cls, config))
     model = meta_model(model_class, config, _dtype(dtype, config, source))
     with _common_random_state(mesh, seed):
@@ -117,7 +119,10 @@ def load_parallel(
         plan = parallel_state(model).plan
         asked = None if dtype == "auto" else model.dtype
         rest = _only(plan, lambda names: not names & resized)
-        report = load_weights(model, rest, mesh.at, source, mesh.device, asked, ignore_mismatched_sizes=ignore_mismatched)
+        load = partial(
+            load_weights, model, rest, mesh.at, source, mesh.device, asked, ignore_mismatched_sizes=ignore_mismatched
+        )
+        report = together(load, what="loading the checkpoint")[0]  # the same on every rank
         report = replace(report, unexpected=tuple(name for name in report.unexpected if name not in resized))
         initialize_missing(model_class, model.config, plan, mesh.at, model, report.uninitialized, mesh.device, model.dtype)
     _tell(report, folder, model)
@@ -224,6 +229,14 @@ def _folder(path: str | Path, hub: dict[str, Any]) -> Path:
             "no such checkpoint", where=str(path), expected="a folder, or a name on the hub", got=str(error)
         ) from None
     return folder
+
+
+def _open_on_every_rank(folder: Path) -> TensorSource:
+    """Open a checkpoint and compare its files with their checksums; a fault that one rank finds is raised on all."""
+    opened: list[TensorSource] = []
+    together(lambda: opened.append(open_source(folder)), what="opening the checkpoint")
+    verify_source(opened[0])
+    return opened[0]
 
 
 def _dtype(dtype: Any, config: PreTrainedConfig, source: TensorSource) -> torch.dtype:

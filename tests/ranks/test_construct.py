@@ -172,3 +172,50 @@ def on_meta(name: str) -> bool:
 
 def test_a_model_on_meta_is_split_without_being_materialised(rank_pool) -> None:
     assert all(rank_pool(2).run(on_meta, "llama"))
+
+
+def save_split(folder: Path) -> None:
+    cls, config = class_and_config("gpt2")
+    torch.manual_seed(5)
+    oslo.parallelize(cls(config), tp=2).save_pretrained_with_parallel(folder)
+
+
+def load_and_fail(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        oslo.GPT2LMHeadModel.from_pretrained_with_parallel(folder, tensor_parallel_size=2)
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_one_altered_byte_of_one_file_is_an_error_on_every_rank(rank_pool, tmp_path: Path) -> None:
+    folder = tmp_path / "split"
+    rank_pool(2).run(save_split, folder)
+    file = folder / "model_tp=1_pp=0.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    for message in rank_pool(2).run(load_and_fail, folder):
+        assert file.name in message
+
+
+def fail_on_one_rank(folder: Path) -> str:
+    import oslo_engine.construct as construct
+
+    original = construct.load_weights
+
+    def damaged(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise CheckpointError("a disk error", where="this rank only")
+        return original(*args, **kwargs)
+
+    construct.load_weights = damaged  # type: ignore[assignment]
+    try:
+        return load_and_fail(folder)
+    finally:
+        construct.load_weights = original  # type: ignore[assignment]
+
+
+def test_a_fault_on_one_rank_while_loading_is_raised_on_all(rank_pool, tmp_path: Path) -> None:
+    saved("gpt2", tmp_path)
+    for message in rank_pool(2).run(fail_on_one_rank, tmp_path):
+        assert "a disk error" in message
