@@ -347,7 +347,7 @@ def main() -> None:
     alone = measured.get("one process")
     half = summarize("one process", alone, 0)["cpu_s"] / 2 if alone else 0.0
     rows = [
-        summarize(system, rounds, half) if rounds else {"system": system, "error": errors[system]}
+        {"system": system, "error": errors[system]} if system in errors else summarize(system, rounds, half)
         for system, rounds in measured.items()
     ]
     show(rows, f"{options.shape}, batch {options.batch} x {options.seq}, fp32, one thread a rank, tp={RANKS}")

@@ -25,6 +25,7 @@ def parallelize(
     schedule: str = "1f1b",
     micro_batch_size: int = 1,
     sequence_parallel: bool = False,
+    expert_split: str = "inner",
     seed: int | None = None,
 ) -> Model:
     """Split a model over the ranks of this job, in place.
@@ -43,6 +44,8 @@ def parallelize(
         schedule: order of the pipeline: "gpipe", "1f1b", "interleaved", "zero-bubble" or "zero-bubble-v".
         micro_batch_size: rows of a micro-batch of the pipeline; ``model.set_micro_batch_size`` changes it.
         sequence_parallel: split activations between the tensor-parallel regions along the sequence, in training.
+        expert_split: of mixtures of experts: "inner" cuts every expert over the tensor-parallel ranks, "expert" deals whole
+            experts to them.
         seed: of the dropout masks of a split model; by default taken from torch's seed on rank 0. Without tensor and pipeline
             parallelism dropout draws from torch's own generators.
 
@@ -66,5 +69,6 @@ def parallelize(
         schedule=schedule,
         micro_batch_size=micro_batch_size,
         sequence_parallel=sequence_parallel,
+        expert_split=expert_split,
         seed=seed,
     )

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from oslo_engine.comm.fingerprint import fingerprint, fingerprints_of_ranks
 from oslo_engine.comm.mesh import Mesh
 from oslo_engine.comm.random import RandomStreams
-from oslo_engine.errors import BatchError
+from oslo_engine.errors import BatchError, PlanError
 from oslo_engine.pipeline.model_program import ModelProgram
 from oslo_engine.pipeline.orders import rank_of_stage
 from oslo_engine.policy.registry import find_policy
@@ -31,19 +32,23 @@ def assemble(
     schedule: str,
     micro_batch_size: int,
     sequence_parallel: bool,
+    expert_split: str,
     seed: int | None,
 ) -> Model:
     """Split a whole model in place; see ``api.parallelize`` for the arguments. Collective."""
     check_micro_batch_size(micro_batch_size)
     tp, pp = mesh.topology.tp, mesh.topology.pp
+    _check_same_weights(model, mesh)
+    stages = rank_of_stage(schedule, pp)
     chosen = None if tp * pp == 1 and policy is None else find_policy(policy, model.config.model_type)
     layout = plan_model(
         model,
         chosen,
         mesh.topology,
         schedule=schedule,
-        rank_of_stage=rank_of_stage(schedule, pp) if pp > 1 else (0,),
+        rank_of_stage=stages if pp > 1 else (0,),
         sequence_parallel=sequence_parallel,
+        expert_split=expert_split,
     )
     plan = layout.plan
     streams = RandomStreams(_common_seed(seed, mesh), dp_rank=mesh.at.dp_rank, tp_rank=mesh.at.tp_rank, device=mesh.device)
@@ -60,6 +65,26 @@ def assemble(
     if layout.flows is not None:
         state.program = ModelProgram(model, state, layout.flows)
     return model
+
+
+def _check_same_weights(model: PreTrainedModel, mesh: Mesh) -> None:
+    """
+    Raises:
+        PlanError: the ranks have different models, on every rank.
+
+    Communication: one all-gather of 8 bytes over all ranks.
+    """
+    if mesh.topology.world_size == 1:
+        return
+    found = fingerprints_of_ranks(fingerprint(model.named_parameters()), None, mesh.device)
+    if len(set(found)) > 1:
+        raise PlanError(
+            "the ranks were given models with different weights",
+            where=f"{type(model).__name__} on ranks {sorted(found.index(each) for each in set(found))}",
+            expected="the same model on every rank",
+            got=f"{len(set(found))} different ones",
+            hint="load a checkpoint, or call torch.manual_seed(...) with one number on every rank before building the model",
+        )
 
 
 def check_micro_batch_size(size: int) -> None:

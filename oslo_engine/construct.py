@@ -56,6 +56,7 @@ def load_parallel(
     policy: Any = None,
     schedule: str = "1f1b",
     sequence_parallel: bool = False,
+    expert_split: str = "inner",
     output_loading_info: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -65,8 +66,8 @@ def load_parallel(
         cls: a model class or an Auto class.
         path: a hub name, or a folder: an ordinary Transformers checkpoint, or one saved split at any layout.
         wrap: gives the parallel class of a model class.
-        tensor_parallel_size, pipeline_parallel_size, micro_batch_size, policy, schedule, sequence_parallel: see
-            ``parallelize``.
+        tensor_parallel_size, pipeline_parallel_size, micro_batch_size, policy, schedule, sequence_parallel,
+            expert_split: see ``parallelize``.
         resize_token_embeddings: new size of the vocabulary; new rows are what ``model.resize_token_embeddings`` would give
             them.
         seed: of new rows, missing heads and dropout; by default torch's random state on rank 0.
@@ -114,6 +115,7 @@ def load_parallel(
             schedule=schedule,
             micro_batch_size=micro_batch_size,
             sequence_parallel=sequence_parallel,
+            expert_split=expert_split,
             seed=seed,
         )
         plan = parallel_state(model).plan
@@ -144,6 +146,7 @@ def initialize_parallel(
     policy: Any = None,
     schedule: str = "1f1b",
     sequence_parallel: bool = False,
+    expert_split: str = "inner",
     **kwargs: Any,
 ) -> Any:
     """This rank's slice of a randomly initialised model. ``Cls.from_config_with_parallel``.
@@ -180,6 +183,7 @@ def initialize_parallel(
             schedule=schedule,
             micro_batch_size=micro_batch_size,
             sequence_parallel=sequence_parallel,
+            expert_split=expert_split,
             seed=seed,
         )
         initialize_like_unsplit(model_class, config, parallel_state(model).plan, mesh.at, model, mesh.device, dtype)
@@ -204,6 +208,8 @@ def _config(cls: Any, path: str | Path, hub: dict[str, Any], kwargs: dict[str, A
         if kwargs:
             raise TypeError(f"from_pretrained_with_parallel got unexpected arguments: {', '.join(sorted(kwargs))}")
         return copy.deepcopy(config)
+    if Path(path).is_dir() and config is None and not (Path(path) / hub.get("subfolder", "") / "config.json").is_file():
+        raise CheckpointError("the checkpoint has no config.json", where=str(path), hint="pass config=...")
     config_class = AutoConfig if hasattr(cls, "_model_mapping") else cls.config_class
     config, unused = config_class.from_pretrained(config or path, return_unused_kwargs=True, **hub, **kwargs)
     if unused:

@@ -16,7 +16,7 @@ from oslo_engine.checkpoint.save import save_merged, save_split
 from oslo_engine.comm.mpu import ModelParallelUnit
 from oslo_engine.construct import initialize_parallel, load_parallel
 from oslo_engine.errors import UnsupportedError
-from oslo_engine.generation.agreement import AgreeOnTokens
+from oslo_engine.generation.agreement import AgreeOnTokens, refuse_what_ranks_cannot_agree_on
 from oslo_engine.pipeline.forward import run_forward, train_step
 from oslo_engine.rewrite.state import ParallelState, parallel_state
 
@@ -100,13 +100,20 @@ class ParallelMethods(ParallelConstructors):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Transformers' ``generate``, on every rank at once: with the same inputs, and the same tokens on every rank."""
-        program = self._parallel.program if "_oslo" in self.__dict__ else None
-        if kwargs.get("assistant_model") is not None and "_oslo" in self.__dict__ and self._parallel.mesh.model.size > 1:
-            raise UnsupportedError(
-                "a split model cannot be assisted by another one", got="assistant_model", hint="leave it out"
-            )
-        with program.generating() if program is not None else nullcontext():
+        if "_oslo" not in self.__dict__ or self._parallel.mesh.model.size == 1:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
+        program = self._parallel.program
+        refuse_what_ranks_cannot_agree_on(self, kwargs, pipeline=program is not None)
+        agreements: list[AgreeOnTokens] = []
+        self.__dict__["_oslo_agreements"] = agreements
+        try:
+            with program.generating() if program is not None else nullcontext():
+                output = super().generate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            del self.__dict__["_oslo_agreements"]
+        if agreements and agreements[-1].seen is not None:
+            output["scores"] = tuple(agreements[-1].seen)
+        return output
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         encoder = super().get_encoder(*args, **kwargs)  # type: ignore[misc]
@@ -121,6 +128,7 @@ class ParallelMethods(ParallelConstructors):
             plan = self._parallel.plan
             source = plan.rank_of_stage[-1] * plan.topology.tp
             processors.append(AgreeOnTokens(self._parallel.mesh.model, source, generation_config))
+            self.__dict__.get("_oslo_agreements", []).append(processors[-1])
         return processors
 
     @property

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -31,32 +32,58 @@ def even_sizes(count: int, ranks: int) -> tuple[int, ...]:
 class Deal:
     """How the items of one unit (heads, KV heads, features, vocabulary) are dealt to the tp ranks.
 
-    ``spans[rank]`` are the items of that rank. Spans of two ranks are disjoint, or equal where an item is replicated.
+    ``spans[rank]`` are the items of that rank, ascending. Spans of two ranks are disjoint, or equal where an item is
+    replicated. ``blocks``: the items lie in that many equal blocks, each dealt by itself.
     """
 
     count: int
-    spans: tuple[Span, ...]
+    spans: tuple[tuple[Span, ...], ...]
+    blocks: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(sum(stop - start for start, stop in spans) for spans in self.spans)
 
     def local(self, rank: int) -> int:
-        start, stop = self.spans[rank]
-        return stop - start
+        return self.sizes[rank]
 
 
-def deal_evenly(count: int, ranks: int, *, what: str = "items") -> Deal:
+def deal_evenly(count: int, ranks: int, *, blocks: int = 1, what: str = "items") -> Deal:
     """Deal ``count`` items contiguously; sizes may differ by one.
 
+        9 items, 2 ranks:            [0-4, 5-8]
+        8 items, 2 ranks, 2 blocks:  [0-1 4-5, 2-3 6-7]
+
     Raises:
-        PlanError: there are fewer items than ranks.
+        PlanError: there are fewer items than ranks, or they do not fill the blocks.
     """
-    if count < ranks:
+    if count % blocks:
+        raise PlanError(f"{what} do not fill the blocks", where=what, expected=f"a multiple of {blocks}", got=str(count))
+    if count // blocks < ranks:
         raise PlanError(
             f"there are fewer {what} than tensor-parallel ranks",
             where=what,
-            expected=f"at least {ranks}",
+            expected=f"at least {ranks * blocks}",
             got=str(count),
-            hint=f"use tp <= {count}",
+            hint=f"use tp <= {count // blocks}",
         )
-    return _from_sizes(count, even_sizes(count, ranks))
+    runs = _runs(even_sizes(count // blocks, ranks))
+    width = count // blocks
+    return Deal(count, tuple(tuple((at + start, at + stop) for at in range(0, count, width)) for start, stop in runs), blocks)
+
+
+def deal_features(count: int, ranks: int) -> Deal:
+    """Deal single features, in multiples of 8 as far as that leaves none to no rank: matrix products want 16-byte rows.
+
+        52 features, 2 ranks: [0-23, 24-51]
+
+    Raises:
+        PlanError: there are fewer features than ranks.
+    """
+    step = next((step for step in (8, 4, 2) if count >= step * ranks), 1)
+    sizes = [size * step for size in deal_evenly(count // step, ranks, what="features").sizes]
+    sizes[-1] += count % step
+    return Deal(count, tuple((span,) for span in _runs(sizes)))
 
 
 def deal_groups(queries: int, groups: int, ranks: int, *, what: str = "heads") -> tuple[Deal, Deal]:
@@ -80,9 +107,9 @@ def deal_groups(queries: int, groups: int, ranks: int, *, what: str = "heads") -
     per_group = queries // groups
     if ranks <= groups:
         kv = deal_evenly(groups, ranks, what=what)
-        return Deal(queries, tuple((start * per_group, stop * per_group) for start, stop in kv.spans)), kv
-    query_spans: list[Span] = []
-    kv_spans: list[Span] = []
+        return Deal(queries, tuple(((start * per_group, stop * per_group),) for ((start, stop),) in kv.spans)), kv
+    query_spans: list[tuple[Span, ...]] = []
+    kv_spans: list[tuple[Span, ...]] = []
     for group, sharers in enumerate(even_sizes(ranks, groups)):
         if per_group < sharers:
             raise PlanError(
@@ -91,17 +118,16 @@ def deal_groups(queries: int, groups: int, ranks: int, *, what: str = "heads") -
                 expected=f"tp <= {queries}, at most {per_group} ranks for each of {groups} KV heads",
                 got=f"tp={ranks}",
             )
-        start = group * per_group
-        for size in even_sizes(per_group, sharers):
-            query_spans.append((start, start + size))
-            kv_spans.append((group, group + 1))
-            start += size
+        for start, stop in _runs(even_sizes(per_group, sharers)):
+            query_spans.append(((group * per_group + start, group * per_group + stop),))
+            kv_spans.append(((group, group + 1),))
     return Deal(queries, tuple(query_spans)), Deal(groups, tuple(kv_spans))
 
 
-def _from_sizes(count: int, sizes: Sequence[int]) -> Deal:
-    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
-    return Deal(count, tuple((start, start + size) for start, size in zip(starts, sizes, strict=True)))
+def _runs(sizes: Sequence[int]) -> list[Span]:
+    """Spans of these sizes, one after another."""
+    stops = list(accumulate(sizes))
+    return [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -156,18 +182,26 @@ class Shard:
 def packed_shard(dim: int, parts: Sequence[tuple[Deal, int]]) -> Shard:
     """Shard a weight made of parts laid one after another, each dealt by its own unit.
 
-        q|k|v with 2 ranks:   Q0 Q1 | K0 K1 | V0 V1  ->  [Q0 K0 V0, Q1 K1 V1]
+        q|k|v with 2 ranks:               Q0 Q1 | K0 K1 | V0 V1            ->  [Q0 K0 V0, Q1 K1 V1]
+        the same, heads in 2 blocks:      Q0 Q1 | K0 K1 || Q2 Q3 | K2 K3   ->  [Q0 K0 Q2 K2, Q1 K1 Q3 K3]
 
     Args:
         dim: the dimension that is cut.
-        parts: for each part its deal and the number of entries per item (``head_dim`` for heads, 1 for features).
+        parts: for each part its deal and the number of entries per item (``head_dim`` for heads, 1 for features). All deals
+            have the same number of blocks: the layout is repeated in each.
     """
-    num_ranks = len(parts[0][0].spans)
+    num_ranks, blocks = len(parts[0][0].spans), parts[0][0].blocks
+    assert all(deal.blocks == blocks for deal, _ in parts)
     spans: list[list[Span]] = [[] for _ in range(num_ranks)]
     offset = 0
-    for deal, width in parts:
-        for rank, (start, stop) in enumerate(deal.spans):
-            if stop > start:
-                spans[rank].append((offset + start * width, offset + stop * width))
-        offset += deal.count * width
+    for block in range(blocks):
+        for deal, width in parts:
+            items = deal.count // blocks
+            first = block * items
+            for rank, runs in enumerate(deal.spans):
+                for start, stop in runs:
+                    start, stop = max(start, first), min(stop, first + items)
+                    if stop > start:
+                        spans[rank].append((offset + (start - first) * width, offset + (stop - first) * width))
+            offset += items * width
     return Shard(dim, offset, tuple(tuple(rank_spans) for rank_spans in spans))

@@ -31,6 +31,8 @@ LAYERS = [
     {"placement"},
     {"checkpoint"},
     {"integrations"},
+    {"tiny"},
+    {"derive"},
     {"assemble", "construct", "methods"},
     {"api", "verify"},
     {"cli"},

@@ -34,20 +34,29 @@ def show(
     pp: Annotated[int, typer.Option(help="Pipeline-parallel size.")] = 1,
     schedule: Annotated[str, typer.Option(help="Pipeline schedule.")] = "1f1b",
     sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel")] = False,
+    expert_split: Annotated[str, typer.Option(help="inner: cut every expert; expert: deal whole experts.")] = "inner",
     policy: Annotated[Optional[str], typer.Option(help="Name or YAML file, for a model.")] = None,  # noqa: UP045
 ) -> None:
     """The plan of a model at its config's size: how each parameter splits, what a rank holds of it, and on which stages."""
     with bad_input_ends():
         from oslo_engine.cli.plan_table import plan_rows, rank_rows
         from oslo_engine.policy.registry import find_policy, installed_names, installed_policy
+        from oslo_engine.tiny.subject import find_subject
         from oslo_engine.verify.planned import plan_of
-        from oslo_engine.verify.subject import find_subject
 
         quiet_transformers()
         is_policy = policy is None and name in installed_names()
         subject = find_subject(installed_policy(name).models[0] if is_policy else name)
         chosen = installed_policy(name) if is_policy else find_policy(policy, subject.config.model_type)
-        plan = plan_of(subject, chosen, tp=tp, pp=pp, schedule=schedule, sequence_parallel=sequence_parallel)
+        plan = plan_of(
+            subject,
+            chosen,
+            tp=tp,
+            pp=pp,
+            schedule=schedule,
+            sequence_parallel=sequence_parallel,
+            expert_split=expert_split,
+        )
     sizes = f"tp={tp} pp={pp}" + (f" {schedule}" if pp > 1 else "")
     _print_table(
         ("parameter", "shape", "split over tp", "bytes per rank", "stages"),
@@ -91,9 +100,10 @@ def check(
 
 
 def _problem(checked: Policy, kind: str, tp: int, pp: int) -> OsloError | None:
+    from oslo_engine.tiny.sizes import Sizes
+    from oslo_engine.tiny.subject import find_subject
     from oslo_engine.verify.planned import plan_of
-    from oslo_engine.verify.settings import Settings, Sizes
-    from oslo_engine.verify.subject import find_subject
+    from oslo_engine.verify.settings import Settings
 
     quiet_transformers()
     try:

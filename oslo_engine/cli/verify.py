@@ -15,6 +15,10 @@ Sizes, Layout, Numbers = "Sizes of the model", "Layout", "Numbers"
 
 def verify(
     model: Annotated[str, typer.Argument(help="Model type, folder or hub name: only its config is read.")],
+    task: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="causal, masked or seq2seq, where the architecture has several."),
+    ] = None,
     tp: Annotated[int, typer.Option(help="Tensor-parallel size.", rich_help_panel=Layout)] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline-parallel size.", rich_help_panel=Layout)] = 1,
     schedule: Annotated[
@@ -24,6 +28,9 @@ def verify(
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Split activations along the sequence.", rich_help_panel=Layout)
     ] = False,
+    expert_split: Annotated[
+        str, typer.Option(help="inner: cut every expert; expert: deal whole experts.", rich_help_panel=Layout)
+    ] = "inner",
     policy: Annotated[
         Optional[str], typer.Option(help="Name or YAML file; by default the installed one.", rich_help_panel=Layout)  # noqa: UP045
     ] = None,
@@ -61,11 +68,13 @@ def verify(
         quiet_transformers()
         report = run_verify(
             model,
+            task=task,
             tp=tp,
             pp=pp,
             schedule=schedule,
             micro_batch_size=micro_batch_size,
             sequence_parallel=sequence_parallel,
+            expert_split=expert_split,
             policy=policy,
             heads=heads,
             kv_heads=kv_heads,

@@ -2,12 +2,13 @@
 
 ``generate`` runs on every rank. Ranks that each took their own argmax would part ways at a near-tie, and ranks of earlier
 pipeline stages hold no scores at all. So the last processor of the list replaces the scores: the deciding rank (tp rank 0 of
-the last stage) broadcasts token ids, and every rank goes on with scores that leave no other choice. Scores themselves do not
-travel.
+the last stage) broadcasts token ids, and every rank goes on with scores that leave no other choice. Scores themselves travel
+only if the caller wants to see them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,28 @@ from transformers import GenerationConfig, LogitsProcessor
 
 from oslo_engine.comm.collectives import Axis
 from oslo_engine.errors import UnsupportedError
+
+
+def refuse_what_ranks_cannot_agree_on(model: Any, kwargs: Mapping[str, Any], *, pipeline: bool) -> None:
+    """Ways to generate in which tokens are chosen past the logits processors, or logits are returned that few ranks have.
+
+    Raises:
+        UnsupportedError: one of them is asked for.
+    """
+    config = kwargs.get("generation_config") or model.generation_config
+
+    def asked(name: str) -> Any:
+        return kwargs.get(name, getattr(config, name, None))
+
+    for name in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"):
+        if asked(name) is not None:
+            raise UnsupportedError("a split model does not run assisted generation", got=name, hint="leave it out")
+    if pipeline and asked("output_logits"):
+        raise UnsupportedError(
+            "raw logits do not travel through a pipeline",
+            got="output_logits=True",
+            hint="output_scores=True gives the processed scores",
+        )
 
 
 class AgreeOnTokens(LogitsProcessor):
@@ -30,13 +53,18 @@ class AgreeOnTokens(LogitsProcessor):
     Raises:
         UnsupportedError: beam search with sampling, whose choice is made outside the processors.
 
-    Communication: one broadcast a step over tp and pp: [rows] ids, or [rows, candidates] ids and scores.
+    Attributes:
+        seen: with ``output_scores``, the scores of every step, which ``generate`` would have returned.
+
+    Communication: one broadcast a step over tp and pp: [rows] ids, or [rows, candidates] ids and scores; with
+    ``output_scores`` also [rows, vocabulary].
     """
 
     def __init__(self, axis: Axis, source: int, config: GenerationConfig) -> None:
         self.axis, self.source = axis, source
         self.beams = config.num_beams or 1
         self.sample = bool(config.do_sample)
+        self.seen: list[Tensor] | None = [] if config.output_scores and config.return_dict_in_generate else None
         if self.beams > 1 and self.sample:
             raise UnsupportedError(
                 "beam search with sampling does not run on a split model",
@@ -50,6 +78,10 @@ class AgreeOnTokens(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         decides = self.axis.rank == self.source
+        if self.seen is not None:
+            shown = scores.clone(memory_format=torch.contiguous_format)
+            self._broadcast(shown)
+            self.seen.append(shown)
         count = min(self.candidates, scores.shape[-1])
         if decides:
             values, ids = self._choose(scores, count)

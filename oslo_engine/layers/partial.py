@@ -22,23 +22,24 @@ from oslo_engine.shards import Shard
 _MIXINS: dict[str, type] = {}
 
 
-def sum_gradient(module: nn.Module, name: str, axis: Axis, shard: Shard | None = None) -> nn.Module:
+def sum_gradient(module: nn.Module, name: str, axis: Axis, shard: Shard | None = None, *, share: bool = False) -> nn.Module:
     """Read ``module.<name>`` so that its gradient is summed over the tp ranks (the shared entries only, where ``shard`` is
-    given).
+    given). With ``share`` every rank reads its share of the value, so that a sum over the ranks has it once.
 
     Communication: backward one all-reduce of the parameter's size (of its shared entries) on tp.
     """
-    readers: dict[str, _Reader] = {**module.__dict__.get("_oslo_readers", {}), name: _Reader(axis, shard)}
+    readers: dict[str, _Reader] = {**module.__dict__.get("_oslo_readers", {}), name: _Reader(axis, shard, share)}
     return specialize(module, _mixin(name), _oslo_readers=readers)
 
 
 class _Reader:
-    def __init__(self, axis: Axis, shard: Shard | None) -> None:
-        self.axis, self.shard = axis, shard
+    def __init__(self, axis: Axis, shard: Shard | None, share: bool) -> None:
+        self.axis, self.shard, self.share = axis, shard, share
 
     def __call__(self, parameter: Tensor) -> Tensor:
         if self.shard is None:
-            return copy_to(parameter, self.axis)
+            whole = copy_to(parameter, self.axis)
+            return whole / self.axis.size if self.share else whole
         if self.axis.size == 1 or not (torch.is_grad_enabled() and parameter.requires_grad):
             return parameter
         return _SumShared.apply(parameter, self.axis, self.shard)

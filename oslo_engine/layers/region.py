@@ -13,18 +13,23 @@ sums and scatters. That is for training only: without gradients (evaluation, dec
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from oslo_engine.comm.collectives import Axis, copy_to, gather_from, gather_to, reduce_from, reduce_scatter_from, split_to
 from oslo_engine.comm.random import RandomStreams
-from oslo_engine.errors import BatchError
+from oslo_engine.errors import BatchError, PlanError
 from oslo_engine.layers.deferred import conv1d, linear
-from oslo_engine.layers.specialize import specialize
+from oslo_engine.layers.specialize import original_class, specialize
+
+# (axis, all arguments by name, the argument) -> what this rank gets of it.
+Change = Callable[[Axis, Mapping[str, Any], Tensor], Tensor]
 
 _SEQUENCE = 1  # dimension of [batch, sequence, hidden]
 
@@ -35,48 +40,127 @@ class Entry:
     Args:
         axis: tp.
         streams: the rank's random streams.
-        inputs: (name, position) of the arguments that carry replicated activations. The first one carries the hidden states,
-            which are split along the sequence under sequence parallelism.
-        sequence_parallel: whether they are.
+        names: of the positional arguments, in order.
+        inputs: the arguments that carry replicated activations. The first one carries the hidden states, which are split along
+            the sequence under sequence parallelism.
+        changes: (argument, change) of those of which this rank takes its part, in order.
+        sequence_parallel: whether the hidden states are split.
     """
 
-    def __init__(self, axis: Axis, streams: RandomStreams, inputs: Sequence[tuple[str, int]], sequence_parallel: bool) -> None:
-        self.axis, self.streams, self.inputs, self.sequence_parallel = axis, streams, tuple(inputs), sequence_parallel
+    def __init__(
+        self,
+        axis: Axis,
+        streams: RandomStreams,
+        names: Sequence[str],
+        inputs: Sequence[str],
+        changes: Sequence[tuple[str, Change]],
+        sequence_parallel: bool,
+    ) -> None:
+        self.axis, self.streams, self.sequence_parallel = axis, streams, sequence_parallel
+        self.names, self.inputs, self.changes = tuple(names), tuple(inputs), tuple(changes)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        entered, named = list(args), dict(kwargs)
-        for index, (name, position) in enumerate(self.inputs):
-            split = index == 0 and self.sequence_parallel and torch.is_grad_enabled()
+        named = dict(zip(self.names, args, strict=False)) | kwargs
+
+        def replace(name: str, change: Callable[[Tensor], Tensor]) -> None:
             if isinstance(named.get(name), Tensor):
-                named[name] = self._enter(named[name], split)
-            elif position < len(entered) and isinstance(entered[position], Tensor):
-                entered[position] = self._enter(entered[position], split)
+                named[name] = change(named[name])
+
+        for index, name in enumerate(self.inputs):
+            split = index == 0 and self.sequence_parallel and torch.is_grad_enabled()
+            replace(name, self._gather if split else self._copy)
+        for name, change in self.changes:
+            replace(name, partial(change, self.axis, named))
         if module.training:
             self.streams.enter_sharded()
-        return tuple(entered), named
+        given = self.names[: len(args)]
+        return (*(named.pop(name) for name in given), *args[len(given) :]), named
 
-    def _enter(self, x: Tensor, split: bool) -> Tensor:
-        return gather_to(x, self.axis, _SEQUENCE) if split else copy_to(x, self.axis)
+    def _gather(self, x: Tensor) -> Tensor:
+        return gather_to(x, self.axis, _SEQUENCE)
+
+    def _copy(self, x: Tensor) -> Tensor:
+        return copy_to(x, self.axis)
+
+
+class _ColumnEntry:
+    """Forward pre-hook of the columns of a region without a scope: those that read one tensor share one gradient sum."""
+
+    def __init__(self, axis: Axis, streams: RandomStreams) -> None:
+        self.axis, self.streams = axis, streams
+        self.last: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = args[0]
+        if self.last is None and module.training:
+            self.streams.enter_sharded()
+        if self.last is None or self.last[0] is not x:
+            self.last = x, copy_to(x, self.axis)
+        return (self.last[1], *args[1:])
+
+    def forget(self, *_: Any) -> None:
+        """At the end of the region, so that the activations are not kept alive."""
+        self.last = None
 
 
 def enter_region(
-    scope: nn.Module, axis: Axis, streams: RandomStreams, inputs: Sequence[str], *, sequence_parallel: bool = False
+    scope: nn.Module,
+    axis: Axis,
+    streams: RandomStreams,
+    inputs: Sequence[str],
+    changes: Sequence[tuple[str, Change]] = (),
+    *,
+    sequence_parallel: bool = False,
 ) -> None:
-    """Make ``inputs`` of a scope pass through copy_to.
+    """Make ``inputs`` of a scope pass through copy_to, and take this rank's part of other arguments.
+
+    Args:
+        inputs: argument names; none for the first argument.
+        changes: (argument name, what becomes of it).
 
     Raises:
         KeyError: its forward has no argument of that name.
 
     Communication: backward one all-reduce of each input on tp.
     """
-    names = [name for name in inspect.signature(type(scope).forward).parameters if name != "self"]
-    for name in inputs:
-        if name not in names:
+    parameters = [p for name, p in inspect.signature(type(scope).forward).parameters.items() if name != "self"]
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_any = any(p.kind in (p.VAR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
+
+    for name in (*inputs, *(name for name, _ in changes)):
+        if name not in names and not takes_any:
             raise KeyError(name)
-    entry = Entry(axis, streams, [(name, names.index(name)) for name in inputs], sequence_parallel)
+    entry = Entry(axis, streams, names, inputs or names[:1], changes, sequence_parallel)
     scope.register_forward_pre_hook(entry, with_kwargs=True)
+
+
+def enter_at_columns(columns: Sequence[nn.Module], rows: Sequence[nn.Module], axis: Axis, streams: RandomStreams) -> None:
+    """Make the inputs of the columns pass through copy_to.
+
+    Communication: backward one all-reduce on tp of each tensor that columns read.
+    """
+    entry = _ColumnEntry(axis, streams)
+    for column in columns:
+        column.register_forward_pre_hook(entry)
+    for row in rows:
+        row.register_forward_pre_hook(entry.forget)
+
+
+def leave_at_scope(scope: nn.Module, axis: Axis, streams: RandomStreams) -> None:
+    """Sum what the scope returns (the first tensor of it) over the ranks.
+
+    Communication: forward one all-reduce of the output on tp.
+    """
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        streams.leave_sharded()
+        if isinstance(output, Tensor):
+            return reduce_from(output, axis)
+        return type(output)((reduce_from(output[0], axis), *output[1:]))
+
+    scope.register_forward_hook(leave)
 
 
 class _Row:
@@ -111,13 +195,44 @@ class _RowConv1D(_Row):
         return conv1d(x, self.weight, None)
 
 
+class _InnerLinear(_RowLinear):
+    """A row layer inside a region: all ranks go on with its whole output, each towards its own share of the items."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = reduce_from(self._product(x), self._axis)
+        return copy_to(y if self.bias is None else y + self.bias, self._axis)
+
+
 def row_parallel(module: nn.Module, axis: Axis, streams: RandomStreams, *, sequence_parallel: bool = False) -> nn.Module:
     """Turn a Linear or Conv1D whose weight is cut along its input features into a row-parallel one (in place).
 
+    Raises:
+        PlanError: the module's class has a forward of its own.
+
     Communication: forward one all-reduce of the output on tp (a reduce-scatter under sequence parallelism).
     """
+    _check_forward(module)
     mixin = _RowLinear if isinstance(module, nn.Linear) else _RowConv1D
     return specialize(module, mixin, _axis=axis, _streams=streams, _sequence_parallel=sequence_parallel)
+
+
+def inner_row_parallel(module: nn.Module, axis: Axis) -> nn.Module:
+    """The same for a Linear whose whole output the region goes on with.
+
+    Communication: one all-reduce of the output on tp, forward and backward.
+    """
+    _check_forward(module)
+    return specialize(module, _InnerLinear, _axis=axis)
+
+
+def _check_forward(module: nn.Module) -> None:
+    cls = original_class(module)
+    if cls.forward not in (nn.Linear.forward, Conv1D.forward):
+        raise PlanError(
+            "a row layer must be an ordinary Linear or Conv1D: this class has a forward of its own",
+            where=f"{cls.__module__}.{cls.__qualname__}",
+            hint="leave the region out and list its parameters under `replicate`",
+        )
 
 
 class _SequenceBlock:

@@ -29,6 +29,9 @@ def evaluate(program: ModelProgram, module: nn.Module, kwargs: Mapping[str, Any]
     Args:
         kwargs: of the module's forward, the same on every rank.
 
+    While ``generate`` runs without a Transformers cache (models that keep a state of their own), each step computes the whole
+    text again.
+
     Returns:
         What ``module`` returns for the whole batch, on every rank; its cache is the rank's own. While ``generate`` runs, the
         logits are zeros except where the next token is chosen.
@@ -41,7 +44,7 @@ def evaluate(program: ModelProgram, module: nn.Module, kwargs: Mapping[str, Any]
     given = {name: value for name, value in kwargs.items() if value is not None}
     cache = find_cache(given)
     if cache is None:
-        if given.get("use_cache"):
+        if given.get("use_cache") and not program.decoding:
             raise UnsupportedError(
                 "a pipeline cannot return a cache that it was not given",
                 got="use_cache=True without a cache",

@@ -43,7 +43,19 @@ def feed_ghost(block: nn.Module, hidden: Tensor, cache: Cache) -> None:
             cache.cross_attention_cache.update(ghost, ghost, layer)
             cache.is_updated[layer] = True
         cache = cache.self_attention_cache
-    cache.update(ghost, ghost, layer)
+    kept = cache.layers[layer] if layer < len(cache.layers) else None
+    if hasattr(kept, "update_conv_state"):
+        _feed_states(kept, hidden)
+    if kept is None or hasattr(kept, "update"):
+        cache.update(ghost, ghost, layer)
+
+
+def _feed_states(layer: Any, hidden: Tensor) -> None:
+    """A convolution's state and a recurrent one (linear attention, state spaces), of one channel; they have no length."""
+    ghost = torch.zeros(hidden.shape[0], 1, hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
+    for state in range(layer.number_of_states):
+        layer.update_conv_state(ghost, state_idx=state, conv_kernel_size=1)
+        layer.update_recurrent_state(ghost[..., 0], state_idx=state)
 
 
 _MIRRORED = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "reset")

@@ -17,7 +17,7 @@ from oslo_engine.comm.collectives import all_reduce_together
 from oslo_engine.comm.mesh import Mesh
 from oslo_engine.comm.p2p import PipelineLinks
 from oslo_engine.comm.random import has_dropout
-from oslo_engine.errors import UnsupportedError
+from oslo_engine.errors import PlanError, UnsupportedError
 from oslo_engine.pipeline.evaluation import evaluate
 from oslo_engine.pipeline.ghost_cache import caches_of_stages, find_cache
 from oslo_engine.pipeline.loop import PipelineLoop, open_loop, train_step
@@ -179,21 +179,46 @@ class _SharedGradients:
 
     def __init__(self, model: nn.Module, state: ParallelState) -> None:
         plan, mesh = state.plan, state.mesh
-        self._group_of: dict[int, int] = {}
+        self._model, self._plan = model, plan
         self._groups: list[Any] = []
-        sets = list(dict.fromkeys(holders for tensor in plan.parameters if len(holders := plan.holders(tensor)) > 1))
-        for holders in sets:
+        self._sets = list(dict.fromkeys(holders for tensor in plan.parameters if len(holders := plan.holders(tensor)) > 1))
+        for holders in self._sets:
             self._groups.append(mesh.once(("holders", holders), functools.partial(_holder_group, mesh, holders)))
-        for name, parameter in model.named_parameters():
-            holders = plan.holders(plan.tensor(name))
+
+    def _group_of(self) -> dict[int, int]:
+        """id of a parameter -> the number of its group. Asked anew for every batch: loading puts other objects in place."""
+        found = {}
+        for name, parameter in self._model.named_parameters():
+            holders = self._holders(name)
             if len(holders) > 1:
-                self._group_of[id(parameter)] = sets.index(holders)
+                found[id(parameter)] = self._sets.index(holders)
+        return found
+
+    def _holders(self, name: str) -> tuple[int, ...]:
+        """The pp ranks that hold a parameter; one that was added since (an adapter's) is where its block is.
+
+        Raises:
+            PlanError: it was added outside the blocks, where several stages may hold it.
+        """
+        own = name.replace(".base_layer.", ".")  # adapters wrap modules
+        try:
+            return self._plan.holders(self._plan.tensor(own))
+        except KeyError:
+            if any(name.startswith(f"{block}.") for block in self._plan.blocks):
+                return ()
+            raise PlanError(
+                "a parameter was added outside the blocks of a pipeline, where several stages may hold it",
+                where=name,
+                expected="parameters that were there when the model was parallelized",
+                hint="add it before parallelize",
+            ) from None
 
     def sum(self, parameters: list[nn.Parameter], gradients: list[Tensor | None]) -> list[Tensor | None]:
         """Args and returns: one gradient per parameter, None where there is none."""
         together: dict[int, list[int]] = {}
+        group_of = self._group_of() if self._sets else {}
         for index, parameter in enumerate(parameters):
-            group = self._group_of.get(id(parameter))
+            group = group_of.get(id(parameter))
             if group is not None:
                 together.setdefault(group, []).append(index)
         for group in sorted(together):

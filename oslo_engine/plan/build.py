@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from oslo_engine.errors import PlanError
 from oslo_engine.plan.match import Match
-from oslo_engine.plan.plan import BlockCallPlan, Plan, TensorPlan
+from oslo_engine.plan.plan import BlockCallPlan, Plan, RegionPlan, TensorPlan
 from oslo_engine.topology import Topology
 
 
@@ -40,8 +40,7 @@ def build_plan(
     stages_of_block: dict[str, set[int]] = {}
     for (block, _), stage in zip(calls, stage_of_call, strict=True):
         stages_of_block.setdefault(block, set()).add(stage)
-    scopes = tuple(f"{region.scope}." for region in match.regions)
-    rows = {row for region in match.regions for row in region.rows}
+    is_partial = _partial_names(match.regions)
 
     def stages_of(names: Collection[str]) -> tuple[int, ...]:
         stages: set[int] = set()
@@ -64,11 +63,7 @@ def build_plan(
             topology.tp > 1
             and shard is None
             and not is_buffer
-            and any(
-                (name.startswith(scopes) and name.rpartition(".")[0] not in rows)
-                or (sequence_parallel and _block_of(name, stages_of_block) is not None)
-                for name in names
-            )
+            and any(is_partial(name) or (sequence_parallel and _block_of(name, stages_of_block) is not None) for name in names)
         )
         stages = (
             tuple(range(num_stages))
@@ -100,6 +95,7 @@ def build_plan(
         regions=tuple(match.regions),
         embeddings=tuple(match.embeddings),
         heads=tuple(match.heads),
+        replicated=tuple(match.replicated.items()),
         stacks=tuple(match.stacks.items()),
         calls=tuple(BlockCallPlan(block, nth, stage) for (block, nth), stage in zip(calls, stage_of_call, strict=True)),
     )
@@ -114,6 +110,19 @@ def _logical_tensors(model: PreTrainedModel) -> Iterator[tuple[list[str], Tensor
         by_id.setdefault(id(buffer), ([], buffer, True))[0].append(name)
     for names, tensor, is_buffer in by_id.values():
         yield names, tensor, is_buffer, not is_buffer or any(_is_persistent(model, name) for name in names)
+
+
+def _partial_names(regions: Sequence[RegionPlan]) -> Callable[[str], bool]:
+    """Whether an uncut parameter of this name lies inside a region: it sees only this rank's share of the items there."""
+    scopes = tuple(f"{region.scope}." for region in regions if region.enter == "scope")
+    # What stands behind a sum over the ranks is outside again: biases of rows.
+    outside = {name for region in regions if region.leave == "rows" for name in (*region.rows, *region.inner)}
+    named = {name for region in regions for name in (*region.summed, *region.once)}
+
+    def is_partial(name: str) -> bool:
+        return name in named or (name.startswith(scopes) and name.rpartition(".")[0] not in outside)
+
+    return is_partial
 
 
 def _is_persistent(model: PreTrainedModel, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The arithmetic of a policy's ``set``: names, whole numbers and * / + -, with exact division."""
+"""The arithmetic of a policy: names, whole numbers and * / + -, with exact division."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from oslo_engine.errors import PolicyError
 
 
 def evaluate(expression: str, lookup: Callable[[str], int], *, where: str) -> int:
-    """Value of an expression such as ``head * head_dim`` or ``q / kv``.
+    """Value of an expression such as ``head * head_dim``, ``q / kv`` or ``conv1d.kernel_size``.
 
     Args:
         expression: checked by the policy schema; * and / bind tighter than + and -.
@@ -23,12 +23,13 @@ def evaluate(expression: str, lookup: Callable[[str], int], *, where: str) -> in
     def value(node: ast.expr) -> int:
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
             return node.value
-        if isinstance(node, ast.Name):
+        if isinstance(node, ast.Name | ast.Attribute):
+            name = ast.unparse(node)
             try:
-                return lookup(node.id)
+                return lookup(name)
             except KeyError:
                 raise PolicyError(
-                    f"unknown name {node.id!r} in {expression!r}",
+                    f"unknown name {name!r} in {expression!r}",
                     where=where,
                     expected="a unit of this policy, a config attribute, or an attribute of the module",
                 ) from None

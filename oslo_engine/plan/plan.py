@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from oslo_engine.shards import Shard
+from oslo_engine.shards import Shard, Span
 from oslo_engine.topology import Coordinate, Topology
 
 
@@ -38,11 +38,52 @@ class TensorPlan:
 
 
 @dataclass(frozen=True)
+class ArgumentPlan:
+    """An argument of a scope's forward of which each tp rank takes the items of its spans along ``dim``.
+
+    size: items of the whole; repeated: whether the dimension holds them again and again.
+    """
+
+    name: str
+    dim: int
+    size: int
+    spans: tuple[tuple[Span, ...], ...]
+    repeated: bool
+
+
+@dataclass(frozen=True)
+class NormPlan:
+    """A norm over cut features.
+
+    size: features that are normalised together. groups: how many such sets there are; spans: those of which each tp rank holds
+    features. holders: (features, how many ranks hold them) of each rank, in order, where some are replicated (KV heads).
+    """
+
+    module: str
+    size: int
+    groups: int
+    spans: tuple[Span, ...]
+    holders: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class ExpertsPlan:
+    """Whole experts on each tp rank: arguments that name and weigh them, and the experts of each rank."""
+
+    index: str
+    weights: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
 class RegionPlan:
     """One matched region.
 
-    scope: module whose ``inputs`` (arguments of its forward) enter.
-    columns, rows: the modules cut; attributes: (module, attribute, value on each tp rank).
+    scope: module whose ``inputs`` (arguments of its forward; none given: the first) enter.
+    enter, leave: where, as in the policy.
+    columns, rows, inner: the modules cut.
+    once: parameters of which every rank adds its share.
+    attributes: (module, attribute, value on each tp rank).
     """
 
     name: str
@@ -50,7 +91,15 @@ class RegionPlan:
     inputs: tuple[str, ...]
     columns: tuple[str, ...]
     rows: tuple[str, ...]
-    attributes: tuple[tuple[str, str, tuple[int, ...]], ...]
+    attributes: tuple[tuple[str, str, tuple[int | tuple[int, ...], ...]], ...]
+    enter: str = "scope"
+    leave: str = "rows"
+    inner: tuple[str, ...] = ()
+    norms: tuple[NormPlan, ...] = ()
+    arguments: tuple[ArgumentPlan, ...] = ()
+    summed: tuple[str, ...] = ()
+    once: tuple[str, ...] = ()
+    experts: ExpertsPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +116,7 @@ class Plan:
     """What each rank of a topology holds and runs.
 
     embeddings, heads: vocabulary-parallel modules with the vocabulary rows of each tp rank.
+    replicated: (parameter, why every tp rank holds it whole).
     calls: the block calls of a forward in order, with their stages.
     rank_of_stage: the pp rank that runs each stage.
     """
@@ -82,6 +132,7 @@ class Plan:
     regions: tuple[RegionPlan, ...]
     embeddings: tuple[tuple[str, tuple[int, ...]], ...]
     heads: tuple[tuple[str, tuple[int, ...]], ...]
+    replicated: tuple[tuple[str, str], ...]
     stacks: tuple[tuple[str, tuple[str, ...]], ...]
     calls: tuple[BlockCallPlan, ...]
 

@@ -8,13 +8,14 @@ from oslo_engine.errors import PlanError
 
 
 def assign_stages(
-    costs: Sequence[float], num_stages: int, *, last_cost: float = 0.0, what: str = "the model"
+    costs: Sequence[float], num_stages: int, *, last_cost: float = 0.0, per_rank: int = 1, what: str = "the model"
 ) -> tuple[int, ...]:
     """Cut a sequence of block calls into contiguous stages so that the dearest stage is as cheap as possible.
 
     Args:
         costs: one number per block call, in the order of the forward (parameters, as a measure of work).
         last_cost: what the last stage does besides its blocks (the head).
+        per_rank: stages that each pipeline rank holds, for the error.
 
     Returns:
         The stage of each call: ascending, every stage has at least one.
@@ -29,7 +30,7 @@ def assign_stages(
             where=what,
             expected=f"at least {num_stages} blocks",
             got=str(count),
-            hint=f"use pp <= {count}" if num_stages > 1 else None,
+            hint=f"use pp <= {count // per_rank}" if count >= per_rank else "use a schedule with one stage a rank",
         )
     sums = [0.0]
     for cost in costs:

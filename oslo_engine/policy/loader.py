@@ -13,6 +13,7 @@ from oslo_engine.errors import PolicyError
 from oslo_engine.policy.schema import Policy
 
 Lines = dict[str, str]
+_NOT_EXTENDED = ("models", "name")
 
 
 def load_policy(path: Path, find_base: Callable[[str], Path]) -> Policy:
@@ -30,31 +31,49 @@ def load_policy(path: Path, find_base: Callable[[str], Path]) -> Policy:
     try:
         policy = Policy(**content)
     except ValidationError as error:
-        errors = error.errors()
-        # A misspelt key is also a missing one: the first is the cause.
-        first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
-        location = [str(part) for part in first["loc"]]
-        raise PolicyError(
-            f"the policy is not valid: {first['msg'].removeprefix('Value error, ')}",
-            where=f"{_line_of(lines, location, path)} ({'.'.join(location)})",
-            got=_shorten(first.get("input")),
-            hint="docs/policies.md lists what a policy may say",
-        ) from None
+        raise _told(error, path, lines) from None
     return policy.model_copy(update={"origin": str(path), "lines": lines})
 
 
+def _told(error: ValidationError, path: Path, lines: Lines) -> PolicyError:
+    """Every fault of the file in one error, each with its line."""
+    faults = []
+    for one in error.errors():
+        location = [str(part) for part in one["loc"] if part in _keys(lines)]
+        faults.append(
+            (
+                one["msg"].removeprefix("Value error, "),
+                f"{_line_of(lines, location, path)} ({'.'.join(map(str, one['loc']))})",
+                _shorten(one.get("input")),
+            )
+        )
+    hint = "docs/policies.md lists what a policy may say"
+    if len(faults) == 1:
+        what, where, got = faults[0]
+        return PolicyError(f"the policy is not valid: {what}", where=where, got=got, hint=hint)
+    told = "\n".join(f"- {where}: {what}, got {got}" for what, where, got in faults)
+    return PolicyError(f"the policy is not valid, {len(faults)} faults:\n{told}", where=str(path), hint=hint)
+
+
+def _keys(lines: Lines) -> set[str]:
+    return {part for key in lines for part in key.split(".")}
+
+
 def _read_with_base(path: Path, find_base: Callable[[str], Path], chain: tuple[Path, ...]) -> tuple[dict[str, Any], Lines]:
+    """The file laid over what it extends: one policy, or several in order."""
     if path in chain:
         names = " -> ".join(p.stem for p in (*chain, path))
         raise PolicyError("policies extend each other in a circle", where=str(path), got=names)
     content, lines = _read(path)
-    base = content.pop("extends", None)
-    if base is None:
-        return content, lines
-    below, below_lines = _read_with_base(find_base(base), find_base, (*chain, path))
-    below.pop("models", None)
-    below.pop("name", None)
-    return _lay_over(below, content), {**below_lines, **lines}
+    bases = content.pop("extends", [])
+    whole: dict[str, Any] = {}
+    all_lines: Lines = {}
+    for base in [bases] if isinstance(bases, str) else bases:
+        below, below_lines = _read_with_base(find_base(base), find_base, (*chain, path))
+        for own in _NOT_EXTENDED:
+            below.pop(own, None)
+        whole, all_lines = _lay_over(whole, below), all_lines | below_lines
+    return _lay_over(whole, content), all_lines | lines
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Lines]:

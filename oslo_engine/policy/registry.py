@@ -61,7 +61,8 @@ def policies_by_model_type() -> dict[str, Policy]:
 
 @cache
 def installed_names() -> tuple[str, ...]:
-    return tuple(sorted(Path(str(file)).stem for file in _folder().iterdir() if str(file).endswith(".yaml")))
+    """The policies. Files whose names begin with ``_`` are parts that policies extend."""
+    return tuple(sorted(file.stem for file in _folder().glob("*.yaml") if not file.name.startswith("_")))
 
 
 def _folder() -> Path:

@@ -12,13 +12,12 @@ from transformers.pytorch_utils import Conv1D
 
 from oslo_engine.comm.mesh import Mesh
 from oslo_engine.comm.random import RandomStreams
-from oslo_engine.errors import PolicyError
 from oslo_engine.layers.deferred import DeferredConv1D, DeferredLinear
-from oslo_engine.layers.partial import sum_gradient
-from oslo_engine.layers.region import enter_region, row_parallel, sequence_block
+from oslo_engine.layers.region import sequence_block
 from oslo_engine.layers.specialize import original_class, specialize
 from oslo_engine.layers.vocabulary import vocab_parallel_embedding, vocab_parallel_head
 from oslo_engine.plan.plan import Plan, TensorPlan
+from oslo_engine.rewrite.regions import rewrite_regions, set_attributes, update_features
 from oslo_engine.rewrite.state import ParallelState
 from oslo_engine.rewrite.switch import Switch, make_switchable
 
@@ -46,14 +45,17 @@ def apply_plan(
     """
     tp_rank = mesh.at.tp_rank
     switch = Switch()
-    for region in plan.regions:
-        for module_name, attribute, values in region.attributes:
-            setattr(model.get_submodule(module_name), attribute, values[tp_rank])
+    set_attributes(model, plan, tp_rank)
     _place_tensors(model, plan, mesh)
     if plan.topology.tp > 1:
-        _rewrite_regions(model, plan, mesh, streams)
+        rewrite_regions(model, plan, mesh, streams)
+        for module, sizes in _once(model, plan.embeddings):
+            vocab_parallel_embedding(module, mesh.tp, sizes)
+        for module, sizes in _once(model, plan.heads):
+            vocab_parallel_head(update_features(module), mesh.tp, sizes)
     if defer_weight_gradients:
-        rows = {row for region in plan.regions for row in region.rows}  # these defer by themselves
+        # Row layers defer by themselves.
+        rows = {row for region in plan.regions for row in (*region.rows, *region.inner) if region.leave == "rows"}
         for block in plan.blocks:
             for name, module in model.get_submodule(block).named_modules(prefix=block):
                 if original_class(module) in (nn.Linear, Conv1D) and name not in rows:
@@ -71,51 +73,9 @@ def apply_plan(
     return state
 
 
-def _rewrite_regions(model: PreTrainedModel, plan: Plan, mesh: Mesh, streams: RandomStreams) -> None:
-    for region in plan.regions:
-        try:
-            scope = model.get_submodule(region.scope)
-            enter_region(scope, mesh.tp, streams, region.inputs, sequence_parallel=plan.sequence_parallel)
-        except KeyError as missing:
-            raise PolicyError(
-                f"region {region.name!r}: the scope's forward has no argument {missing}", where=f"{plan.policy}: {region.scope}"
-            ) from None
-        for name in region.columns:
-            _update_features(model.get_submodule(name))
-        for name in region.rows:
-            module = _update_features(model.get_submodule(name))
-            row_parallel(module, mesh.tp, streams, sequence_parallel=plan.sequence_parallel)
-    summed: set[tuple[int, str]] = set()
-    for tensor in plan.held_by(mesh.at.pp_rank):
-        overlap = tensor.shard if tensor.shard is not None and tensor.shard.overlaps else None
-        if tensor.partial or overlap is not None:
-            for alias in tensor.aliases:
-                path, _, leaf = alias.rpartition(".")
-                module = model.get_submodule(path)
-                if (id(module), leaf) not in summed:
-                    summed.add((id(module), leaf))
-                    sum_gradient(module, leaf, mesh.tp, overlap)
-    for module, sizes in _once(model, plan.embeddings):
-        vocab_parallel_embedding(module, mesh.tp, sizes)
-    for module, sizes in _once(model, plan.heads):
-        vocab_parallel_head(_update_features(module), mesh.tp, sizes)
-
-
 def _once(model: nn.Module, named: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[nn.Module, tuple[int, ...]]]:
     """The modules of these names, each once: one module may stand under several names."""
     return list({id(module): (module, sizes) for name, sizes in named for module in [model.get_submodule(name)]}.values())
-
-
-def _update_features(module: nn.Module) -> nn.Module:
-    """Let the module's size attributes say what its weight now is."""
-    weight = module.weight  # a parameter, or a meta tensor where another stage holds it
-    assert isinstance(weight, Tensor)
-    shape = tuple(weight.shape)
-    if isinstance(module, nn.Linear):
-        module.out_features, module.in_features = shape
-    elif isinstance(module, Conv1D):
-        module.nx, module.nf = shape
-    return module
 
 
 def _place_tensors(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> None:

@@ -20,7 +20,7 @@ from oslo_engine.errors import PlanError
 from oslo_engine.rewrite.dataflow import DataFlow, analyze
 from oslo_engine.rewrite.meta_weights import without_weights
 from oslo_engine.rewrite.record import Recording, record
-from oslo_engine.rewrite.skeleton import example_inputs
+from oslo_engine.rewrite.skeleton import Mode, example_inputs, keeps_cache
 
 Signature = tuple[Any, ...]
 _ROWS, _LENGTH = 2, 8  # of the batches that are recorded
@@ -101,7 +101,8 @@ class FlowBook:
         recordings = [record(self.twin, self.blocks, example_inputs(self.twin, "train"))]
         if self.twin.can_generate():
             self.twin.eval()
-            recordings.append(record(self.twin, self.blocks, example_inputs(self.twin, "prefill")))
+            mode: Mode = "prefill" if keeps_cache(self.twin) else "forward"
+            recordings.append(record(self.twin, self.blocks, example_inputs(self.twin, mode)))
         return recordings
 
     def _analyze(self, recording: Recording) -> DataFlow:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from oslo_engine.errors import PlanError, UnsupportedError
 from oslo_engine.plan.build import build_plan
 from oslo_engine.plan.match import Match, match_policy
 from oslo_engine.plan.plan import Plan
@@ -16,6 +19,8 @@ from oslo_engine.policy.schema import Policy
 from oslo_engine.rewrite.flows import FlowBook
 from oslo_engine.rewrite.skeleton import skeleton
 from oslo_engine.topology import Topology
+
+EXPERT_SPLITS = ("inner", "expert")
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ def plan_model(
     schedule: str = "1f1b",
     rank_of_stage: tuple[int, ...] = (0,),
     sequence_parallel: bool = False,
+    expert_split: str = "inner",
 ) -> Layout:
     """Plan a model for all ranks of a topology; no process group, no weights.
 
@@ -46,11 +52,13 @@ def plan_model(
         model: real or on ``meta``; left as it is.
         policy: None only where tp and pp are 1.
         rank_of_stage: the pp rank that runs each stage; their number is the number of stages.
+        expert_split: how mixtures of experts are divided, see ``match_policy``.
 
     Raises:
         PolicyError, PlanError: see ``match_policy`` and ``assign_stages``.
     """
-    match = Match() if policy is None else match_policy(model, policy, topology.tp)
+    _check_options(policy, model.config, topology, sequence_parallel, expert_split)
+    match = Match() if policy is None else match_policy(model, policy, topology.tp, expert_split=expert_split)
     blocks = [block for stack in match.stacks.values() for block in stack]
     num_stages = len(rank_of_stage)
 
@@ -77,11 +85,40 @@ def plan_model(
         [_numel(model.get_submodule(name)) for name, _ in calls],
         num_stages,
         last_cost=0 if head is None else _numel(head),
+        per_rank=num_stages // topology.pp,
         what=type(model).__name__,
     )
     flows.place(dict(zip(calls, stage_of_call, strict=True)), num_stages)
     outer = dict.fromkeys((*_outer_modules(model, blocks), *flows.shared_random_modules()))
     return Layout(build(calls, stage_of_call, flows.live_tensors()), tuple(outer), flows)
+
+
+def _check_options(policy: Policy | None, config: Any, topology: Topology, sequence_parallel: bool, expert_split: str) -> None:
+    if expert_split not in EXPERT_SPLITS:
+        raise PlanError(
+            "no such split of experts", where="expert_split", expected=" or ".join(EXPERT_SPLITS), got=repr(expert_split)
+        )
+    if policy is not None and topology.tp > 1:
+        _check_refusals(policy, config)
+    if sequence_parallel and topology.tp > 1 and policy is not None and not policy.sequence_parallel:
+        raise PlanError(
+            "this architecture is not known to work with sequence parallelism",
+            where=policy.origin or policy.name,
+            expected="sequence_parallel: true in its policy",
+            hint="leave sequence_parallel out",
+        )
+
+
+def _check_refusals(policy: Policy, config: Any) -> None:
+    for attribute, why in policy.refuse.items():
+        if getattr(config, attribute, None):
+            what = f"a model with {attribute} cannot be cut by tensor parallelism"
+            raise UnsupportedError(what, where=policy.origin, expected=f"{attribute} not set", got=why)
+    for package, why in policy.not_with.items():
+        if find_spec(package) is not None:
+            raise UnsupportedError(
+                f"this architecture cannot be cut while {package} is installed", where=policy.origin, got=why
+            )
 
 
 def _outer_modules(model: PreTrainedModel, blocks: list[str]) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ class ParallelState:
     switch: who answers the calls of blocks while a pipeline stage runs.
     micro_batch_size: rows of a micro-batch.
     program: runs the stages of this rank (a ``pipeline.program.PipelineProgram``); None where pp == 1.
+    batches_compared: how many training batches the tp ranks have compared with one another.
     """
 
     plan: Plan
@@ -32,6 +33,7 @@ class ParallelState:
     switch: Switch
     micro_batch_size: int = 1
     program: Any = None
+    batches_compared: int = 0
 
     def held(self) -> list[TensorPlan]:
         """The tensors this rank holds, in the order of the model."""

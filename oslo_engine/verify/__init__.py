@@ -9,10 +9,11 @@ from typing import Any
 
 from oslo_engine.policy.registry import find_policy
 from oslo_engine.policy.schema import Policy
+from oslo_engine.tiny.sizes import Sizes
+from oslo_engine.tiny.subject import find_subject
 from oslo_engine.verify.launch import Outcome, run_ranks
 from oslo_engine.verify.report import Report, Row, merge_rows
-from oslo_engine.verify.settings import DType, Settings, Sizes
-from oslo_engine.verify.subject import find_subject
+from oslo_engine.verify.settings import DType, Settings
 from oslo_engine.verify.task import Task
 
 __all__ = ["verify"]
@@ -21,11 +22,13 @@ __all__ = ["verify"]
 def verify(
     model: Any,
     *,
+    task: str | None = None,
     tp: int = 1,
     pp: int = 1,
     schedule: str = "1f1b",
     micro_batch_size: int = 2,
     sequence_parallel: bool = False,
+    expert_split: str = "inner",
     policy: Policy | str | Path | None = None,
     heads: int | None = None,
     kv_heads: int | None = None,
@@ -47,7 +50,9 @@ def verify(
     Args:
         model: a model type of Transformers, a folder or hub name with a config, a config, or a model (whose
             weights are not used).
-        tp, pp, schedule, micro_batch_size, sequence_parallel, policy: as in ``parallelize``.
+        task: causal, masked or seq2seq, for architectures that have language models of several kinds; by default the class
+            that the config names, else what the architecture is mostly used for.
+        tp, pp, schedule, micro_batch_size, sequence_parallel, expert_split, policy: as in ``parallelize``.
         heads, kv_heads, vocab, layers: sizes; layers of each stack.
         tied: whether the embedding and the head are one parameter; by default as in the config.
         full_size: keep the config's sizes, for what these do not say. Every rank holds the whole model twice.
@@ -73,12 +78,13 @@ def verify(
         schedule=schedule,
         micro_batch_size=micro_batch_size,
         sequence_parallel=sequence_parallel,
+        expert_split=expert_split,
         dtype=dtype,
         dropout=dropout,
         gradient_checkpointing=gradient_checkpointing,
         seed=seed,
     )
-    subject = find_subject(model)
+    subject = find_subject(model, task)
     if settings.num_ranks > 1 or policy is not None:
         settings = dataclasses.replace(settings, policy=find_policy(policy, subject.config.model_type))
     small = subject.shrunk(sizes, num_blocks=settings.num_blocks, dropout=dropout)

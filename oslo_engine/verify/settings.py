@@ -15,35 +15,6 @@ DEFAULT_SCHEDULE = "1f1b"
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Sizes of the model that differ from the tiny ones; None: what ``shrink`` chooses (the config's own with ``full``).
-
-    full: keep the config's sizes.
-    tied: whether the embedding and the head are one parameter; None: as the config says.
-    """
-
-    heads: int | None = None
-    kv_heads: int | None = None
-    vocab: int | None = None
-    layers: int | None = None
-    tied: bool | None = None
-    full: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("heads", "kv_heads", "vocab", "layers"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise PlanError("a size must be a positive integer", where=name, expected=">= 1", got=repr(value))
-        if self.heads and self.kv_heads and self.heads % self.kv_heads:
-            raise PlanError(
-                "query heads must be a multiple of KV heads",
-                where=f"heads={self.heads}, kv_heads={self.kv_heads}",
-                expected=f"a divisor of {self.heads}",
-                got=str(self.kv_heads),
-            )
-
-
-@dataclass(frozen=True)
 class Settings:
     """How the model is split and run; see ``oslo_engine.verify.verify``.
 
@@ -55,6 +26,7 @@ class Settings:
     schedule: str = DEFAULT_SCHEDULE
     micro_batch_size: int = 2
     sequence_parallel: bool = False
+    expert_split: str = "inner"
     policy: Any = None
     dtype: DType = "float32"
     dropout: float = 0.0

@@ -10,8 +10,8 @@ from oslo_engine.errors import OsloError
 from oslo_engine.verify.report import Row
 
 if TYPE_CHECKING:
+    from oslo_engine.tiny.subject import Subject
     from oslo_engine.verify.settings import Settings
-    from oslo_engine.verify.subject import Subject
 
 
 @dataclass(frozen=True)

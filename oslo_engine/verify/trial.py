@@ -18,11 +18,11 @@ from oslo_engine.api import parallelize
 from oslo_engine.errors import PlanError, UnsupportedError
 from oslo_engine.plan.plan import TensorPlan
 from oslo_engine.rewrite.state import parallel_state
-from oslo_engine.verify.batches import Shape, make_batch, pad_token, training_shapes
+from oslo_engine.tiny.batches import Shape, make_batch, pad_token, training_shapes
+from oslo_engine.tiny.fill import fill
+from oslo_engine.tiny.subject import Subject
 from oslo_engine.verify.compare import LIMITS, Limits
-from oslo_engine.verify.fill import fill
 from oslo_engine.verify.settings import Settings
-from oslo_engine.verify.subject import Subject
 
 Batch = dict[str, Tensor]
 
@@ -57,16 +57,18 @@ class Trial:
 
     def batch(self, shape: Shape, number: int = 0) -> Batch:
         seed = self.settings.seed * 1000 + number
-        return make_batch(self.config, shape, micro_batch_size=self.settings.micro_batch_size, seed=seed)
+        size = self.settings.micro_batch_size
+        return make_batch(self.config, shape, micro_batch_size=size, seed=seed, model=self.reference)
 
     def split_again(self) -> Any:
         """Another split copy of the unsplit model. Collective."""
         return split(self.reference, self.settings)
 
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter, TensorPlan]]:
-        """(first name, this rank's slice, its plan) of every parameter that lives here."""
-        plan = parallel_state(self.model).plan
-        for name, parameter in self.model.named_parameters():
+    def parameters(self, model: Any = None) -> Iterator[tuple[str, nn.Parameter, TensorPlan]]:
+        """(first name, this rank's slice, its plan) of every parameter of the split model (or another one) that lives here."""
+        model = self.model if model is None else model
+        plan = parallel_state(model).plan
+        for name, parameter in model.named_parameters():
             tensor = plan.tensor(name)
             yield tensor.name, parameter, tensor
 
@@ -108,6 +110,7 @@ def split(reference: PreTrainedModel, settings: Settings) -> Any:
         schedule=settings.schedule,
         micro_batch_size=settings.micro_batch_size,
         sequence_parallel=settings.sequence_parallel,
+        expert_split=settings.expert_split,
         seed=settings.seed,
     )
     if settings.gradient_checkpointing:

@@ -93,16 +93,20 @@ def test_a_model_without_a_head_matches_too() -> None:
         ({"stacks": {"decoder": "blocks.*"}}, "no stack of the policy is in this model"),
         ({"regions__mlp__at": "ffn"}, "region 'mlp' matches no module"),
         ({"regions__mlp__columns": {"c_fc": "feature", "gate": "feature"}}, "rule 'gate' matches nothing"),
-        ({"regions__mlp__rows": {"down": "feature"}}, "lacks rows"),
+        ({"regions__mlp": {"at": "mlp", "columns": {"c_fc": "feature"}, "rows": {"x": "feature"}}}, "lacks rows"),
+        ({"replicate": {}}, r"says nothing about 1 parameters(?s:.*)wpe.weight"),
+        ({"replicate": {"wpe": "small", "wte": "cut"}}, "rule 'wte' matches no uncut parameter"),
+        ({"regions__attention__columns": {"c_attn": ("head * 100", "head")}}, "no multiple of the number of items"),
+        ({"regions__attention__columns": {"c_attn": ("feature", "head")}}, "beside features the other parts need a width"),
         ({"regions__mlp__columns": {"act": "feature"}}, "only Linear and Conv1D modules"),
         ({"regions__mlp__columns": {"c_fc": "experts"}}, "unknown unit 'experts'"),
         ({"regions__attention__columns": {"c_attn": ("head",) * 5}}, "no multiple of the number of items"),
         ({"regions__attention__set": {"heads": "head"}}, "no such attribute"),
         ({"regions__attention__set": {"num_heads": "head * width"}}, "unknown name 'width'"),
-        ({"units": {"head": {"count": "heads"}}}, "no whole number 'heads'"),
+        ({"units": {"head": {"count": "heads"}}}, "the unit 'head' has no count here: unknown name 'heads'"),
         ({"regions__mlp__columns": {"c_fc": "head"}}, "must be dealt out alike"),
         ({"regions__mlp__scope": "inner"}, "the scope is no module"),
-        ({"vocabulary__heads": ()}, "the model's output head is not in the policy"),
+        ({"vocabulary__heads": ()}, r"says nothing about 1 parameters(?s:.*)lm_head.weight"),
         ({"regions__again": {"at": "mlp", "columns": {"c_fc": "feature"}, "rows": {"c_proj": "feature"}}}, "cut by two rules"),
     ],
 )
@@ -112,10 +116,33 @@ def test_a_policy_that_does_not_fit_is_refused(changes: dict[str, Any], message:
         match_policy(model, changed(model, **changes), 2)
 
 
+def test_all_faults_of_a_policy_are_told_at_once() -> None:
+    model = on_meta("gpt2")
+    wrong = changed(
+        model, regions__mlp__columns={"c_fc": "feature", "gate": "feature"}, units={"head": {"count": "heads"}}, replicate={}
+    )
+    with pytest.raises(
+        PolicyError, match=r"(?s)faults in the policy.*unknown name 'heads'.*'gate' matches nothing.*says nothing about"
+    ):
+        match_policy(model, wrong, 2)
+
+
+def test_a_rule_that_may_match_nothing_is_let_be() -> None:
+    model = on_meta("gpt2")
+    found = match_policy(model, changed(model, regions__mlp__columns={"c_fc": "feature", "maybe gate": "feature"}), 2)
+    assert "transformer.h.0.mlp.c_fc.weight" in found.shards
+
+
+def test_what_is_replicated_on_purpose_is_known_with_its_reason() -> None:
+    assert matched("gpt2", 2).replicated == {
+        "transformer.wpe.weight": "small",
+    }
+
+
 def test_a_tied_parameter_cut_under_one_name_only_is_refused() -> None:
     model = on_meta("gpt2")
     with pytest.raises(PlanError, match=r"(?s)tied parameters must be cut alike.*not cut: transformer.wte.weight"):
-        match_policy(model, changed(model, vocabulary__embeddings=()), 2)
+        match_policy(model, changed(model, vocabulary__embeddings=(), replicate={"wpe": "small", "wte": "a mistake"}), 2)
 
 
 def test_more_ranks_than_heads_are_refused_with_the_number() -> None:

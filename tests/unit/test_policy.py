@@ -33,7 +33,8 @@ def test_a_policy_is_read_from_a_file(tmp_path: Path) -> None:
     policy = find_policy(write(tmp_path, GOOD), "anything")
     assert policy.name == "mine"
     assert policy.regions["mlp"].columns == {"up": ("feature",)}
-    assert policy.regions["mlp"].inputs == ("hidden_states",)
+    assert policy.regions["mlp"].inputs == ()
+    assert policy.units["head"].count == "num_attention_heads"
     assert policy.where("regions", "mlp", "rows").endswith("mine.yaml:9")
 
 
@@ -56,6 +57,38 @@ def test_a_wrong_entry_is_named_with_file_and_line(tmp_path: Path, line: int, te
     assert abs(int(where.split("mine.yaml:")[1].split(" ")[0]) - line) <= 1
 
 
+def test_all_wrong_entries_are_told_at_once(tmp_path: Path) -> None:
+    text = GOOD.replace("columns", "colums").replace("units", "unit").replace("[mine]", "[]")
+    with pytest.raises(PolicyError) as error:
+        find_policy(write(tmp_path, text), "x")
+    told = str(error.value)
+    assert all(part in told for part in ("mine.yaml:1 (models)", "mine.yaml:3 (unit)", "mine.yaml:8 (regions.mlp.colums)"))
+
+
+@pytest.mark.parametrize(
+    ("region", "message"),
+    [
+        ("{at: mlp, rows: {down: feature}}", "needs columns, or parameters to cut"),
+        ("{at: mlp, columns: {up: feature}}", "needs rows, or leave: scope"),
+        ("{enter: columns, scope: mlp, columns: {up: feature}, rows: {down: feature}}", "say nothing where"),
+        ("{enter: here, columns: {up: feature}, rows: {down: feature}}", "'scope' or 'columns'"),
+        ("{columns: {up: feature}, rows: {down: feature}, units: {head: {count: 4, blocks: [1]}}}", "not an expression"),
+    ],
+)
+def test_a_region_that_cannot_be_meant_is_refused(tmp_path: Path, region: str, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        find_policy(write(tmp_path, GOOD + f"  other: {region}\n"), "x")
+
+
+def test_several_policies_can_be_extended_and_parts_are_no_policies(tmp_path: Path) -> None:
+    write(tmp_path, GOOD, "base.yaml")
+    write(tmp_path, "regions:\n  experts: {leave: scope, cut: {up: feature}}\n", "_part.yaml")
+    policy = find_policy(write(tmp_path, "extends: [base, _part]\nmodels: [child]\n", "child.yaml"), "x")
+    assert list(policy.regions) == ["mlp", "experts"]
+    assert policy.where("regions", "experts", "cut").endswith("_part.yaml:2")
+    assert not any(name.startswith("_") for name in installed_names())
+
+
 def test_text_that_is_not_yaml_is_named_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=r"(?s)not YAML.*mine\.yaml:2"):
         find_policy(write(tmp_path, "models: [a]\nstacks: {a: b: c}\n"), "x")
@@ -72,7 +105,7 @@ def test_extends_lays_one_policy_over_another(tmp_path: Path) -> None:
     policy = find_policy(child, "x")
     assert policy.models == ("child",)
     assert policy.name == "child"
-    assert policy.regions["mlp"].rows == {"down": "feature", "out": "feature"}
+    assert policy.regions["mlp"].rows == {"down": ("feature",), "out": ("feature",)}
     assert policy.where("regions", "mlp", "rows", "out").endswith("child.yaml:5")
     assert policy.where("regions", "mlp", "columns", "up").endswith("base.yaml:8")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oslo_engine.errors import PlanError
-from oslo_engine.shards import Shard, deal_evenly, deal_groups, even_sizes, packed_shard
+from oslo_engine.shards import Shard, deal_evenly, deal_features, deal_groups, even_sizes, packed_shard
 
 
 def test_even_sizes_differ_by_at_most_one() -> None:
@@ -28,8 +28,8 @@ def test_even_sizes_differ_by_at_most_one() -> None:
 )
 def test_query_heads_stay_with_their_kv_heads(queries, groups, ranks, expected_queries, expected_groups) -> None:
     q, kv = deal_groups(queries, groups, ranks)
-    assert list(q.spans) == expected_queries
-    assert list(kv.spans) == expected_groups
+    assert [span for (span,) in q.spans] == expected_queries
+    assert [span for (span,) in kv.spans] == expected_groups
 
 
 @pytest.mark.parametrize(("queries", "groups", "ranks"), [(9, 2, 2), (4, 2, 8), (4, 4, 5)])
@@ -63,11 +63,51 @@ def test_parts_of_different_units_are_cut_by_their_own() -> None:
     assert shard.sizes == (10, 10)
 
 
+def test_items_in_blocks_are_dealt_block_by_block() -> None:
+    heads = deal_evenly(8, 2, blocks=2)
+    assert heads.spans == (((0, 2), (4, 6)), ((2, 4), (6, 8)))
+    assert heads.local(1) == 4
+    # q k | q k: each block has a part of each.
+    assert packed_shard(0, [(heads, 1), (heads, 1)]).spans[1] == ((2, 4), (6, 8), (10, 12), (14, 16))
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "sizes"),
+    [
+        (52, 2, (24, 28)),
+        (52, 3, (16, 16, 20)),
+        (11008, 3, (3672, 3672, 3664)),
+        (26, 4, (8, 8, 4, 6)),
+        (3, 2, (2, 1)),
+        (64, 2, (32, 32)),
+    ],
+)
+def test_features_are_dealt_in_multiples_of_eight_where_there_are_enough(
+    count: int, ranks: int, sizes: tuple[int, ...]
+) -> None:
+    deal = deal_features(count, ranks)
+    assert sum(deal.sizes) == deal.count == count
+    assert deal.sizes == sizes
+
+
+def test_items_that_do_not_fill_the_blocks_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"(?s)do not fill the blocks.*multiple of 4"):
+        deal_evenly(6, 1, blocks=4)
+    with pytest.raises(PlanError, match=r"(?s)at least 8.*tp <= 1"):
+        deal_evenly(4, 2, blocks=4)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_undo_is_the_inverse_of_apply(ranks: int, dim: int) -> None:
     q, kv = deal_groups(12, 3, ranks)
-    for parts in ([(q, 2)], [(kv, 4)], [(q, 2), (kv, 2), (kv, 2)], [(deal_evenly(7, ranks), 1)]):
+    for parts in (
+        [(q, 2)],
+        [(kv, 4)],
+        [(q, 2), (kv, 2), (kv, 2)],
+        [(deal_evenly(7, ranks), 1)],
+        [(deal_evenly(8, ranks, blocks=2), 3)] * 2,
+    ):
         shard = packed_shard(dim, parts)
         shape = [shard.size, 5] if dim == 0 else [5, shard.size]
         whole = torch.randn(shape)

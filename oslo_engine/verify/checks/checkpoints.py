@@ -12,23 +12,27 @@ from oslo_engine.errors import PlanError
 from oslo_engine.methods import with_parallel_methods
 from oslo_engine.rewrite.state import parallel_state
 from oslo_engine.verify.checks.check import Check
+from oslo_engine.verify.checks.training import gradient_error, one_backward, way_to_train
 from oslo_engine.verify.compare import bits_that_differ
 from oslo_engine.verify.report import Row, judge, not_applicable
 from oslo_engine.verify.trial import Trial, gather_objects
 
 _SAME, _OTHER = "checkpoint, split, same layout", "checkpoint, split, other layout"
+_TRAINED = "gradients, after loading"
 _PLAIN, _MERGED = "checkpoint, merged, plain Transformers", "checkpoint, merged, other layout"
 
 
 def checkpoint_check(trial: Trial) -> Check:
-    return Check((_SAME, _OTHER, _PLAIN, _MERGED), _round_trip)
+    return Check((_SAME, _TRAINED, _OTHER, _PLAIN, _MERGED), _round_trip)
 
 
 def _round_trip(trial: Trial) -> Iterator[Row]:
     settings = trial.settings
     split, merged = trial.folder / "split", trial.folder / "merged"
     trial.model.save_pretrained_with_parallel(split)
-    yield _compare(trial, _SAME, _load(trial, split, settings.tp, settings.pp))
+    loaded = _load(trial, split, settings.tp, settings.pp)
+    yield _compare(trial, _SAME, loaded)
+    yield _train(trial, loaded)
     other, model = _load_elsewhere(trial, split)
     if model is None:
         yield not_applicable(_OTHER, f"{settings.num_ranks} ranks cannot hold this model in another way")
@@ -43,6 +47,18 @@ def _round_trip(trial: Trial) -> Iterator[Row]:
         yield _compare(trial, _MERGED, _load_elsewhere(trial, merged)[1], other)
 
 
+def _train(trial: Trial, loaded: Any) -> Row:
+    """Loading puts new parameters in place: what sums their gradients over ranks must know them."""
+    if trial.settings.dropout:
+        return not_applicable(_TRAINED, "the unsplit model draws other dropout masks")
+    batch = trial.batch(trial.shapes[0])
+    trial.reference.train().zero_grad()
+    wanted, _ = one_backward(trial.reference, batch)
+    way_to_train(trial)(loaded.train(), batch)
+    worst = gradient_error(trial, trial.limits_for(wanted), batch, loaded)
+    return judge(_TRAINED, worst.value, trial.limits.gradients, worst.name)
+
+
 def _load(trial: Trial, folder: Any, tp: int, pp: int) -> Any:
     settings = trial.settings
     cls: Any = with_parallel_methods(trial.subject.load_class())
@@ -52,6 +68,7 @@ def _load(trial: Trial, folder: Any, tp: int, pp: int) -> Any:
         pipeline_parallel_size=pp,
         policy=settings.policy,
         schedule=settings.schedule if pp > 1 else "1f1b",
+        expert_split=settings.expert_split,
         dtype="auto",
     )
 

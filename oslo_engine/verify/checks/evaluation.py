@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from oslo_engine.verify.checks.check import Check
-from oslo_engine.verify.compare import bits_that_differ, relative_error
+from oslo_engine.verify.compare import bits_that_differ, relative_error, without_padding
 from oslo_engine.verify.report import Row, judge
 from oslo_engine.verify.trial import Trial, gather_objects
 
@@ -44,8 +44,7 @@ def _evaluate(trial: Trial) -> Iterator[Row]:
     with torch.no_grad():
         wanted, got = trial.reference(**batch), trial.model(**batch)
     ours, theirs = got.logits, wanted.logits
-    if not trial.config.is_encoder_decoder and ours.shape == theirs.shape:
-        real = batch["attention_mask"].bool()  # what stands at padded positions means nothing
-        ours, theirs = ours[real], theirs[real]
+    if ours.shape == theirs.shape:
+        ours, theirs = without_padding(ours, batch), without_padding(theirs, batch)
     yield judge(_LOGITS, relative_error(ours, theirs), trial.limits.logits)
     yield judge(_LOSS, relative_error(got.loss, wanted.loss), trial.limits_for(wanted.loss).loss)

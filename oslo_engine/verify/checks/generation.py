@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from oslo_engine.verify.batches import make_inputs
+from oslo_engine.tiny.batches import make_inputs
 from oslo_engine.verify.checks.check import Check
 from oslo_engine.verify.report import Row, judge
 from oslo_engine.verify.trial import Trial, gather_objects
@@ -28,7 +29,9 @@ def _generate(trial: Trial) -> Iterator[Row]:
     ids, mask = make_inputs(trial.config, _ROWS, _LENGTH, generator)
     trial.reference.eval()
     trial.model.eval()
-    options: dict[str, Any] = {"attention_mask": mask, "do_sample": False, "max_new_tokens": _NEW}
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": _NEW}
+    if "attention_mask" in inspect.signature(trial.reference.forward).parameters:
+        options["attention_mask"] = mask
     reference: Any = trial.reference
     endless = reference.generate(ids, **options)
     end = int(endless[1, -_NEW // 2])

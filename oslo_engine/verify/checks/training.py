@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from oslo_engine.layers.vocab_shard import gather_logits
 from oslo_engine.rewrite.gradients import clip_grad_norm_, gradient_norm
 from oslo_engine.verify.checks.check import Check
-from oslo_engine.verify.compare import ADAM_EPS, Error, Limits, gradient_errors, relative_error, size_of
+from oslo_engine.verify.compare import ADAM_EPS, Error, Limits, gradient_errors, relative_error, size_of, without_padding
 from oslo_engine.verify.report import Row, judge, not_applicable
 from oslo_engine.verify.trial import Batch, Trial
 
@@ -79,7 +80,7 @@ def _train(trial: Trial, labels: tuple[str, ...]) -> Iterator[Row]:
             yield _training_logits(trial, batch, parts, whole[0].logits)
         limits = trial.limits_for(wanted)
         yield judge(f"loss, {label}", relative_error(got, wanted), limits.loss)
-        worst = _gradient_error(trial, limits)
+        worst = gradient_error(trial, limits, batch if number < 2 else None)
         yield judge(f"gradients, {label}", worst.value, limits.gradients, worst.name)
         norm_error = max(norm_error, relative_error(gradient_norm(trial.model), _norm(trial.reference)))
     yield judge(_NORM, norm_error, limits.norm)
@@ -90,22 +91,54 @@ def _training_logits(trial: Trial, batch: Batch, parts: list[Any], wanted: Tenso
     if not parts or parts[0] is None:
         return not_applicable("logits, training", "this stage has none")
     got = torch.cat([gather_logits(part).logits.detach() for part in parts])
-    if not trial.config.is_encoder_decoder and got.shape == wanted.shape:
-        real = batch["attention_mask"].bool()
-        got, wanted = got[real], wanted[real]
+    if got.shape == wanted.shape:
+        got, wanted = without_padding(got, batch), without_padding(wanted, batch)
     return judge("logits, training", relative_error(got, wanted), trial.limits.logits)
 
 
-def _gradient_error(trial: Trial, limits: Limits) -> Error:
+def gradient_error(trial: Trial, limits: Limits, batch: Batch | None = None, model: Any = None) -> Error:
+    """The worst of the gradients of the split model, beside those that the unsplit one has now.
+
+    Args:
+        batch: what both were given, if it was one batch: what rounding does to it counts as no error, see ``gradient_errors``.
+        model: a split model other than the trial's.
+    """
+    split = trial.model if model is None else model
+    worst = _gradient_error(trial, split, limits)
+    if worst.value > limits.gradients and trial.settings.dtype == "float32" and batch is not None:
+        worst = _gradient_error(trial, split, limits, _rounding(trial, batch, limits))
+    return worst
+
+
+def _gradient_error(trial: Trial, split: Any, limits: Limits, rounding: dict[str, float] | None = None) -> Error:
     whole = {name: parameter.grad for name, parameter in trial.reference.named_parameters()}
     return gradient_errors(
         (
             (name, parameter.grad, None if (grad := whole[name]) is None else trial.slice_of(grad, tensor))
-            for name, parameter, tensor in trial.parameters()
+            for name, parameter, tensor in trial.parameters(split)
         ),
         max(size_of(grad, limits) for grad in whole.values() if grad is not None),
         limits,
+        rounding,
     )
+
+
+def _rounding(trial: Trial, batch: Batch, limits: Limits) -> dict[str, float]:
+    """How far the unsplit model's gradients of a batch in float32 are from those in float64."""
+    exact, rounded = copy.deepcopy(trial.reference).double(), copy.deepcopy(trial.reference)
+    for model in (exact, rounded):
+        model.zero_grad()
+        one_backward(model, {name: _as(model, value) for name, value in batch.items()})
+    pairs = zip(exact.named_parameters(), rounded.parameters(), strict=True)
+    return {
+        name: size_of(ours.grad.double() - wanted.grad, limits)
+        for (name, wanted), ours in pairs
+        if wanted.grad is not None and ours.grad is not None
+    }
+
+
+def _as(model: nn.Module, value: Tensor) -> Tensor:
+    return value.to(next(model.parameters()).dtype) if value.is_floating_point() else value
 
 
 def _norm(model: nn.Module) -> Tensor:
