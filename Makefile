@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow lint format benchmark clean
+.PHONY: help venv demo test test-slow lint format benchmark coverage mutation clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,12 @@ format: venv ## mend what ruff can mend by itself
 
 benchmark: venv ## compare tensor parallelism with its peers (DeepSpeed needs: pip install -c constraints.txt deepspeed)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.tensor_parallel
+
+coverage: venv ## prove every architecture at every layout and write docs/coverage.md (an hour; goes on where it was)
+	$(BIN)/python -m benchmarks.coverage
+
+mutation: venv ## see that faults put into policies and the engine are noticed
+	$(BIN)/python -m benchmarks.mutation
 
 clean: ## remove .venv, builds and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,7 +1,7 @@
 """Every text architecture of the installed Transformers, at every layout: python -m benchmarks.coverage
 
-Each is split over real processes with tiny random weights and compared with the unsplit model by ``oslo_engine.verify``: logits,
-loss, every gradient, three optimizer steps, generation from left-padded prompts, checkpoint round trips.
+Each is split over real processes with tiny random weights and compared with the unsplit model by ``oslo_engine.verify``:
+logits, loss, every gradient, three optimizer steps, generation from left-padded prompts, checkpoint round trips.
 
 The results are written after every run, so that an interrupted sweep goes on where it was. A result is kept as long as its
 policy and the versions of torch and Transformers are what they were; ``--again`` runs everything anew (after a change to the
@@ -150,8 +150,8 @@ def page(found: dict[str, dict[str, dict[str, Any]]], policies: dict[str, Any], 
     lines = [
         "# Which architectures work",
         "",
-        "Every causal, masked and sequence-to-sequence model type of Transformers, tiny and with random weights, split over real",
-        "processes and compared with the unsplit model: logits, loss, every gradient, three optimizer steps, generation,",
+        "Every causal, masked and sequence-to-sequence model type of Transformers, tiny and with random weights, split over",
+        "real processes and compared with the unsplit model: logits, loss, every gradient, three optimizer steps, generation,",
         f"checkpoints. Written by `make coverage`, with {', '.join(f'{name} {value}' for name, value in versions.items())}.",
         "",
         "| | " + " | ".join(LAYOUTS) + " |",

@@ -1,4 +1,4 @@
-"""``oslo-engine policy list | show | check``."""
+"""``oslo-engine policy list | show | check | derive``."""
 
 from __future__ import annotations
 
@@ -18,13 +18,20 @@ policy = typer.Typer(name="policy", help="How architectures are split.", no_args
 
 @policy.command("list")
 def list_policies() -> None:
-    """The installed policies and the model types that each of them serves."""
+    """Every architecture: its policy, and what came out when it was last split and compared with the unsplit model."""
     with bad_input_ends():
-        from oslo_engine.policy.registry import installed_names, installed_policy
+        from oslo_engine.policy.coverage import layouts, status_of_architectures
+        from oslo_engine.policy.registry import policies_by_model_type
 
-        policies = [installed_policy(name) for name in installed_names()]
-    rows = [(each.name, ", ".join(each.models), ", ".join(each.stacks), each.origin) for each in policies]
-    _print_table(("policy", "model types", "stacks", "file"), rows)
+        served, found = policies_by_model_type(), status_of_architectures()
+    proved = {name.partition("/")[2] for name in found}
+    rows = [
+        (*reversed(name.split("/")), served[kind].name if (kind := name.partition("/")[2]) in served else "", *statuses)
+        for name, statuses in found.items()
+    ]
+    rows += [(kind, "", policy.name, *[""] * len(layouts())) for kind, policy in served.items() if kind not in proved]
+    _print_table(("model type", "task", "policy", *layouts()), sorted(rows))
+    typer.echo(f"{len(served)} model types have a policy; docs/coverage.md has the reasons behind what is not passed.")
 
 
 @policy.command()
@@ -97,6 +104,31 @@ def check(
         failed |= problem is not None
         typer.echo(f"{kind}: ok" if problem is None else f"{kind}: {problem}")
     raise typer.Exit(1 if failed else 0)
+
+
+@policy.command()
+def derive(
+    model: Annotated[str, typer.Argument(help="Model type, folder or hub name.")],
+    task: Annotated[Optional[str], typer.Option(help="causal, masked or seq2seq.")] = None,  # noqa: UP045
+    output: Annotated[Optional[Path], typer.Option(help="YAML file to write; otherwise it is printed.")] = None,  # noqa: UP045
+) -> None:
+    """Find out how an architecture may be split, from what depends on what in tiny models of it.
+
+    The result is a proposal: run ``oslo-engine verify MODEL --policy FILE --tp 2`` before you use it.
+
+    Exit code: 0, 2 for bad input.
+    """
+    with bad_input_ends():
+        from oslo_engine.derive import derive as derive_policy
+        from oslo_engine.tiny.subject import find_subject
+
+        quiet_transformers()
+        derived = derive_policy(find_subject(model, task))
+        if output is not None:
+            output.write_text(derived.yaml, encoding="utf-8")
+    for note in derived.notes:
+        typer.echo(f"not decided: {note}", err=True)
+    typer.echo(derived.yaml if output is None else f"{output}: a proposal; run verify with it", nl=output is not None)
 
 
 def _problem(checked: Policy, kind: str, tp: int, pp: int) -> OsloError | None:

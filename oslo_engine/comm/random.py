@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _State = list[Tensor]
 
@@ -44,10 +44,14 @@ class RandomStreams:
     def __deepcopy__(self, memo: dict[int, Any]) -> RandomStreams:
         return self
 
-    def next_step(self, enabled: bool) -> None:
-        """Begin a training forward; ``enabled``: whether the model draws random numbers at all."""
+    def next_step(self) -> None:
+        """Begin a training forward.
+
+        Always with streams of our own: models draw random numbers for more than dropout (noise in a router, skipped layers),
+        and what nobody had thought of would part the ranks.
+        """
         self.step += 1
-        self.enabled = enabled
+        self.enabled = True
 
     @contextmanager
     def batch(self, micro_batch: int = 0, *, step: int | None = None) -> Iterator[None]:
@@ -125,24 +129,6 @@ class RandomStreams:
     def _seed(self, seed: int) -> None:
         for generator in self._generators():
             generator.manual_seed(seed)
-
-
-def has_dropout(model: nn.Module) -> bool:
-    """Whether a training forward draws random numbers: some dropout probability, of a module or attribute, is above zero."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            if module.p > 0:
-                return True
-            continue
-        for name, value in vars(module).items():
-            if (
-                ("drop" in name or name.endswith("noise"))
-                and isinstance(value, (int, float))
-                and not isinstance(value, bool)
-                and value > 0
-            ):
-                return True
-    return False
 
 
 def _mix(*numbers: int) -> int:

@@ -71,9 +71,7 @@ def _derive(subject: Subject, specimens: Sequence[tuple[Specimen, bool]]) -> Der
     stacks = _labelled(first)
     model_type = subject.config.model_type
     first.use(0)
-    policy = make_policy(
-        model_type, model_type, first.model, stacks, regions, find_vocabulary(first.model), findings.refused
-    )
+    policy = make_policy(model_type, model_type, first.model, stacks, regions, find_vocabulary(first.model), findings.refused)
     notes = []
     for tp in _TP:
         try:
@@ -140,5 +138,3 @@ def _labelled(specimen: Specimen) -> dict[str, Stack]:
 def _label(stack: Stack, at: int) -> str:
     words = [word for word in stack.pattern.split(".") if word != "*"]
     return f"{words[-1]}_{at}"
-
-

@@ -1,4 +1,4 @@
-"""From the regions of all blocks to one policy: units that regions share, names, and a reason for everything that stays whole."""
+"""From the regions of all blocks to one policy: units that regions share, names, and why the rest stays whole."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def _fit(one: Found, other: Found) -> bool:
         return False
     a, b = one.region, other.region
     alike = all(
-        getattr(a, kind) == getattr(b, kind) for kind in ("at", "scope", "inputs", "enter", "rows", "arguments", "sum", "leave", "experts")
+        getattr(a, kind) == getattr(b, kind)
+        for kind in ("at", "scope", "inputs", "enter", "rows", "arguments", "sum", "leave", "experts")
     )
     alike &= all(b.set.get(name, value) == value for name, value in a.set.items())
     return alike and all(
@@ -83,7 +84,9 @@ def _with_needs(one: Found, truths: Mapping[Kind, Truth]) -> Found:
         path = needed.removeprefix("maybe ")
         region = one.region.model_copy(update={"needs": path})
         narrower = dataclasses.replace(one, region=region)
-        if all(_stands(narrower, truths[kind]) for kind in one.kinds) and not any(_stands(narrower, truths[kind]) for kind in wrong):
+        if all(_stands(narrower, truths[kind]) for kind in one.kinds) and not any(
+            _stands(narrower, truths[kind]) for kind in wrong
+        ):
             return narrower
     return one
 
@@ -163,7 +166,9 @@ def _reasons(
         if block is None:
             why = "outside the blocks"
         else:
-            why = next((told for row, told in refused.items() if row == f"{block}.{path}" and told), "every unit depends on all of it")
+            why = next(
+                (told for row, told in refused.items() if row == f"{block}.{path}" and told), "every unit depends on all of it"
+            )
         if rule not in reasons or reasons[rule].startswith("every unit"):
             reasons[rule] = why
     return reasons

@@ -11,7 +11,8 @@ from oslo_engine.derive.numbers import attributes_of, is_number, names_of
 from oslo_engine.derive.trial import Truth, why_not
 from oslo_engine.derive.wording import Choice, Wording
 
-_MOST_TRIALS = 400
+_MOST_TRIALS = 200
+_MOST_NAMES = 40
 _MOST_SETS = 3  # attributes set together, beyond trying all of them
 Values = tuple[str, ...]
 
@@ -48,7 +49,9 @@ class Search:
         start = Choice({unit: names[0] for unit, names in counts.items()}, {width: names[0] for width, names in widths.items()})
         if wording.may_be_features and self._works(plain := Choice({}, {}, {}, named=False)):
             return plain
-        literal = Choice({unit: names[-1] for unit, names in counts.items()}, {width: names[-1] for width, names in widths.items()})
+        literal = Choice(
+            {unit: names[-1] for unit, names in counts.items()}, {width: names[-1] for width, names in widths.items()}
+        )
         attributes = self._attributes(counts)
         values = self._find_set(literal, attributes)
         if values is None:
@@ -108,7 +111,12 @@ class Search:
         for path, module in self.wording.anchor.named_modules():
             prefix = f"{path}." if path else ""
             for name, value in vars(module).items():
-                if isinstance(value, (tuple, list)) and value and all(is_number(each) for each in value) and any(each in told for each in value):
+                if (
+                    isinstance(value, (tuple, list))
+                    and value
+                    and all(is_number(each) for each in value)
+                    and any(each in told for each in value)
+                ):
                     options = [
                         self._options(f"{prefix}{name}", each, counts)[:1] if each in told else [str(each)] for each in value
                     ]
@@ -155,10 +163,13 @@ class Search:
         attributes: Mapping[str, list[Values]],
     ) -> Choice | str:
         """Names for the numbers that hold at all sizes."""
-        alike = {name: [option for option in attributes[name] if self._value(option) == self._value(value)] for name, value in values.items()}
+        alike = {
+            name: [option for option in attributes[name] if self._value(option) == self._value(value)]
+            for name, value in values.items()
+        }
         names = [*counts.values(), *widths.values(), *alike.values()]
         self.trials = 0
-        for picked in itertools.islice(_in_order(names), _MOST_TRIALS):
+        for picked in itertools.islice(_in_order(names), _MOST_NAMES):
             some = list(picked)
             choice = Choice(
                 dict(zip(counts, some, strict=False)),

@@ -44,7 +44,6 @@ class Call:
         args, kwargs = pytree.tree_map(renew, (self.args, self.kwargs))
         return args, kwargs
 
-
     def flowing(self, module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments anew; those through which gradients flowed collect them."""
         args, kwargs = self.fresh()
@@ -140,7 +139,9 @@ def repeat_with(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @contextmanager
-def hooked(*pairs: tuple[nn.Module, Callable[..., Any]], after: tuple[tuple[nn.Module, Callable[..., Any]], ...] = ()) -> Iterator[None]:
+def hooked(
+    *pairs: tuple[nn.Module, Callable[..., Any]], after: tuple[tuple[nn.Module, Callable[..., Any]], ...] = ()
+) -> Iterator[None]:
     """Within: (module, hook) before the calls of a module, called with its arguments; ``after``: with its output."""
     hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in pairs]
     hooks += [module.register_forward_hook(hook) for module, hook in after]

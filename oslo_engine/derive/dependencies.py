@@ -69,7 +69,9 @@ def out_dim(module: nn.Module) -> int:
     return 1 if isinstance(module, Conv1D) else 0
 
 
-def find_dependences(specimen: Specimen, block: str, *, ends: Collection[str] = (), skip: Collection[str] = ()) -> list[Dependence]:
+def find_dependences(
+    specimen: Specimen, block: str, *, ends: Collection[str] = (), skip: Collection[str] = ()
+) -> list[Dependence]:
     """Of the linear layers of a block whose features do not all depend on the same.
 
     Args:
@@ -173,7 +175,10 @@ class _Probe:
                 seeds[at, ..., feature] = direction
             grads = _gradients(x, tensors, seeds)
             return {
-                Source(*key, dim): used for key, grad in zip(keys, grads, strict=True) if grad is not None for dim, used in _used(grad)
+                Source(*key, dim): used
+                for key, grad in zip(keys, grads, strict=True)
+                if grad is not None
+                for dim, used in _used(grad)
             }
 
         size = x.shape[-1]
@@ -191,7 +196,8 @@ class _Probe:
             entries = next(used[source].shape[1] for used in chunks if source in used)
             counts = [min(_AT_ONCE, size - start) for start in range(0, size, _AT_ONCE)]
             parts = [
-                used.get(source, torch.zeros(count, entries, dtype=torch.bool)) for used, count in zip(chunks, counts, strict=True)
+                used.get(source, torch.zeros(count, entries, dtype=torch.bool))
+                for used, count in zip(chunks, counts, strict=True)
             ]
             tables.append((source, torch.cat(parts), self.sources[source.kind, source.name].ndim))
         return tables

@@ -42,7 +42,13 @@ def common_module(names: Iterable[str]) -> str:
 
 
 def find_entry(
-    specimen: Specimen, block: str, columns: Sequence[str], owners: Sequence[str], row: str, local: Sequence[str], needs_scope: bool
+    specimen: Specimen,
+    block: str,
+    columns: Sequence[str],
+    owners: Sequence[str],
+    row: str,
+    local: Sequence[str],
+    needs_scope: bool,
 ) -> Entry | str:
     """
     Args:
@@ -78,7 +84,8 @@ class _Paths:
         self.modules = dict(self.block.named_modules())
         self.called: set[str] = set()
         hooks = [
-            module.register_forward_pre_hook(lambda *_, name=name: self.called.add(name)) for name, module in self.modules.items()
+            module.register_forward_pre_hook(lambda *_, name=name: self.called.add(name))
+            for name, module in self.modules.items()
         ]
         with torch.no_grad():
             repeat_with(self.block, *self.call.fresh())
@@ -175,5 +182,3 @@ def _reached(x: Tensor, named: list[tuple[str, Tensor]]) -> list[str]:
     grads = torch.autograd.grad(total, [tensor for _, tensor in named], retain_graph=True, allow_unused=True)
     found = [name for (name, _), grad in zip(named, grads, strict=True) if grad is not None and bool((grad != 0).any())]
     return list(dict.fromkeys(found))
-
-

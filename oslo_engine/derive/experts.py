@@ -1,7 +1,7 @@
 """Mixtures of experts in weights of three dimensions, [experts, ., .]: which dimension is the inner one, and how it lies.
 
-All ways are tried in which the weights could be cut inside. The right one is that with which the outputs of the ranks' parts, each
-run alone, add up to the output of the whole. Whole experts on each rank are tried in the same way.
+All ways are tried in which the weights could be cut inside. The right one is that with which the outputs of the ranks' parts,
+each run alone, add up to the output of the whole. Whole experts on each rank are tried in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from oslo_engine.derive.calls import Call, named_arguments, repeat_with, tensors_of
 from oslo_engine.derive.numbers import attributes_of, names_of
 from oslo_engine.derive.trial import Truth, give_attributes, match_one
-from oslo_engine.errors import OsloError
+from oslo_engine.errors import OsloError, PlanError
 from oslo_engine.plan.plan import RegionPlan
 from oslo_engine.plan.units import FEATURE
 from oslo_engine.policy.schema import Experts, Region, Unit
@@ -63,6 +63,8 @@ def why_not_sum(truth: Truth, region: Region, units: Mapping[str, Unit], tp: int
     """What is wrong with a region whose scope's outputs are added up; None if it is right."""
     try:
         plans, shards = match_one(truth, region, units, tp, by_expert=by_expert)
+    except PlanError as error:  # fewer experts than ranks are refused, not wrong
+        return error.what if tp == 2 else None
     except OsloError as error:
         return error.what
     for plan in plans:
@@ -238,9 +240,7 @@ class ExpertSearch:
         """The region with whole experts as another way, where that is right too."""
         given = named_arguments(self.module, self.call.args, self.call.kwargs)
         indices = [name for name, x in given.items() if isinstance(x, Tensor) and not x.is_floating_point()]
-        parameters = [
-            name for name, parameter in self.module.named_parameters() if parameter.shape[0] == self.weights.count
-        ]
+        parameters = [name for name, parameter in self.module.named_parameters() if parameter.shape[0] == self.weights.count]
         counts = names_of(self.model, [self.module], self.weights.count)
         for index in indices:
             for weights, x in given.items():

@@ -19,7 +19,10 @@ def find_norms(modules: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> d
 
 
 def _is_norm(module: nn.Module, call: Call) -> bool:
-    if any(isinstance(part, nn.Linear) or ((p := getattr(part, "weight", None)) is not None and p.ndim > 2) for part in module.modules()):
+    if any(
+        isinstance(part, nn.Linear) or ((p := getattr(part, "weight", None)) is not None and p.ndim > 2)
+        for part in module.modules()
+    ):
         return False
     args, kwargs = call.fresh()
     if not args and kwargs:

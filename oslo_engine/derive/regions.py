@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from oslo_engine.derive.attributes import Case, Search
-from oslo_engine.derive.calls import observed, repeat
+from oslo_engine.derive.calls import named_arguments, observed, repeat, tensors_of
 from oslo_engine.derive.dependencies import Dependence, find_dependences, is_linear
 from oslo_engine.derive.entry import Entry, find_entry
 from oslo_engine.derive.experts import ExpertSearch, find_weights, why_not_sum
@@ -120,7 +120,7 @@ class BlockSearch:
         """Regions found in other kinds of blocks, where they are right here too."""
         for at, known in enumerate(self.findings.regions):
             try:
-                plans, shards = match_one(self.truth, known.region, known.units, 2)
+                plans, _ = match_one(self.truth, known.region, known.units, 2)
             except OsloError:
                 continue
             if plans and all(is_right(known, case.truth, case.tp) for case in self.cases):
@@ -151,7 +151,9 @@ class BlockSearch:
                 self.findings.refused[f"{self.kind.block}.{dependence.row}"] = layout
                 continue
             layout = self._with_biases(layout, dependence)
-            columns = tuple(cut.name.rpartition(".")[0] for cut in layout.cuts if cut.kind == "parameter" and is_column(self.modules, cut))
+            columns = tuple(
+                cut.name.rpartition(".")[0] for cut in layout.cuts if cut.kind == "parameter" and is_column(self.modules, cut)
+            )
             if columns and not set(columns) & self.done:
                 found.append(_Candidate(layout, columns, dependence.row))
         order = list(self.calls)
@@ -169,7 +171,9 @@ class BlockSearch:
 
     def _with_biases(self, layout: Layout, dependence: Dependence) -> Layout:
         """Biases follow their weights, whatever was seen of them; the engine cuts those of columns by itself."""
-        owners = {cut.name.rpartition(".")[0] for cut in layout.cuts if cut.kind == "parameter" and is_column(self.modules, cut)}
+        owners = {
+            cut.name.rpartition(".")[0] for cut in layout.cuts if cut.kind == "parameter" and is_column(self.modules, cut)
+        }
         cuts = tuple(
             cut
             for cut in layout.cuts
@@ -216,7 +220,7 @@ class BlockSearch:
     def _accept(self, candidate: _Candidate, ends: set[str]) -> str | None:
         """Keep a candidate as a region, or say why not."""
         if set(candidate.columns) & self.done:
-            return "a row of a region that lies in another region's columns"
+            return "its columns belong to another region"
         entry = self._entry(candidate)
         if isinstance(entry, str):
             return entry
@@ -260,8 +264,6 @@ class BlockSearch:
         call = self.specimen.runs[0][self.kind.block]
         if entry.scope is None or entry.scope not in self.calls:
             return []
-        from oslo_engine.derive.calls import named_arguments, tensors_of
-
         given = named_arguments(self.block, call.args, call.kwargs)
         handed = [tensor for name in call.handed_on for tensor in tensors_of(given.get(name))]
         inside = self.calls[entry.scope]

@@ -56,7 +56,11 @@ class Specimen:
         batch = make_batch(self.model.config, Shape(1, 6, 6), micro_batch_size=1, seed=0)
         tokens = "labels" if self.model.config.is_encoder_decoder else "input_ids"
         ids = batch[tokens] = batch[tokens].clamp(min=0)
-        given = {"input_ids": batch["input_ids"], "attention_mask": torch.ones_like(batch["input_ids"]), "labels": batch["labels"]}
+        given = {
+            "input_ids": batch["input_ids"],
+            "attention_mask": torch.ones_like(batch["input_ids"]),
+            "labels": batch["labels"],
+        }
         outputs = []
         for shift in (0, 1):
             given[tokens] = ids.clone()
@@ -72,7 +76,9 @@ class Specimen:
         return self.runs[number]
 
 
-def build(subject: Subject, attention: str | None = "eager", seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+def build(
+    subject: Subject, attention: str | None = "eager", seed: int = 0, dtype: torch.dtype = torch.float64
+) -> PreTrainedModel:
     """
     Raises:
         UnsupportedError: the class cannot build a model from this config.

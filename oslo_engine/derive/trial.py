@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from oslo_engine.derive.calls import Call, Stop, argument_names, observed, repeat, repeat_with
 from oslo_engine.derive.specimen import Specimen
-from oslo_engine.errors import OsloError
+from oslo_engine.errors import OsloError, PlanError
 from oslo_engine.plan.names import Faults, Names
 from oslo_engine.plan.plan import ArgumentPlan, RegionPlan
 from oslo_engine.plan.regions import match_region
@@ -76,9 +76,11 @@ def match_one(
 
 
 def why_not(truth: Truth, region: Region, units: Mapping[str, Unit], tp: int, local: Sequence[Local] = ()) -> str | None:
-    """What is wrong with a region where ``tp`` ranks share it; None if it is right."""
+    """What is wrong with a region where ``tp`` ranks share it; None if it is right, or refused for more than two ranks."""
     try:
         plans, shards = match_one(truth, region, units, tp)
+    except PlanError as error:  # fewer items than ranks are refused, not wrong
+        return error.what if tp == 2 else None
     except OsloError as error:
         return error.what
     for plan in plans:
@@ -139,7 +141,9 @@ class _Rank:
         if not self.local:
             return []
         arguments = {one.name: {"unit": one.unit, "dim": one.dim} for one in self.local}
-        both = region.model_copy(update={"arguments": type(region)(**{**region.model_dump(), "arguments": arguments}).arguments})
+        both = region.model_copy(
+            update={"arguments": type(region)(**{**region.model_dump(), "arguments": arguments}).arguments}
+        )
         plans, _ = match_one(self.truth, both, units, tp)
         return list(next(plan for plan in plans if plan.scope == self.plan.scope).arguments)
 
@@ -181,7 +185,9 @@ class _Rank:
             hooks.append(self._inside(self.plan.scope).register_forward_pre_hook(self._take, with_kwargs=True))
         for name in (norm.module for norm in self.plan.norms):
             module = self._inside(name)
-            hooks.append(module.register_forward_pre_hook(self._comparing(name, self._features_of_norm(name)), with_kwargs=True))
+            hooks.append(
+                module.register_forward_pre_hook(self._comparing(name, self._features_of_norm(name)), with_kwargs=True)
+            )
             hooks.append(module.register_forward_hook(self._sliced_truth(name)))
             module.forward = lambda x, *args, **kwargs: x  # type: ignore[method-assign]
         for name in self.plan.inner:

@@ -1,8 +1,8 @@
 """From what features depend on to what can be dealt out: the units, and how they lie in each tensor.
 
-    features that share entries of a matrix belong together     q_proj  0 0 1 1 2 2     (entries -> head that uses them)
-    those are the units; entries that several units use          k_proj  0 0 0 0 1 1     (entries -> group of heads)
-    belong to groups of units
+features that share entries of a matrix belong together     q_proj  0 0 1 1 2 2     (entries -> head that uses them)
+those are the units; entries that several units use          k_proj  0 0 0 0 1 1     (entries -> group of heads)
+belong to groups of units
 """
 
 from __future__ import annotations

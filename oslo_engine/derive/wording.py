@@ -56,19 +56,13 @@ class Wording:
         block = model.get_submodule(blocks[0])
         self.modules = dict(block.named_modules())
         parameters = [cut for cut in layout.cuts if cut.kind in ("parameter", "buffer")]
-        self.columns = {
-            cut.name.rpartition(".")[0]: cut
-            for cut in parameters
-            if is_column(self.modules, cut)
-        }
+        self.columns = {cut.name.rpartition(".")[0]: cut for cut in parameters if is_column(self.modules, cut)}
         owners = {cut.name.rpartition(".")[0] for cut in parameters}
         self.norms = {
             owner: next(cut for cut in parameters if cut.name.rpartition(".")[0] == owner) for owner in owners if owner in norms
         }
         self.cuts = [
-            cut
-            for cut in parameters
-            if (owner := cut.name.rpartition(".")[0]) not in self.norms and owner not in self.columns
+            cut for cut in parameters if (owner := cut.name.rpartition(".")[0]) not in self.norms and owner not in self.columns
         ]
         self.arguments = [cut for cut in layout.cuts if cut.kind == "argument" and cut.name.partition(":")[0] == entry.scope]
         scope = [entry.scope] if entry.scope is not None else []
@@ -95,7 +89,9 @@ class Wording:
 
     @property
     def extents(self) -> set[int]:
-        found = {sum(part.width * self._count(part) for part in cut.parts) for cut in self.layout.cuts if cut.kind != "argument"}
+        found = {
+            sum(part.width * self._count(part) for part in cut.parts) for cut in self.layout.cuts if cut.kind != "argument"
+        }
         found |= {part.width * self._count(part) for cut in self.layout.cuts for part in cut.parts if cut.kind != "argument"}
         return found | {sum(part.width * self._count(part) for part in self.layout.row)}
 
@@ -106,7 +102,9 @@ class Wording:
         for cut in self.layout.cuts:
             if cut.kind != "argument" and len({part.level for part in cut.parts}) > 1:
                 terms = [
-                    self.names[part.level] if part.width == 1 else f"{self.names[part.level]} * {self.width_names(part.width)[0]}"
+                    self.names[part.level]
+                    if part.width == 1
+                    else f"{self.names[part.level]} * {self.width_names(part.width)[0]}"
                     for part in cut.parts
                 ]
                 found.setdefault(sum(part.width * self._count(part) for part in cut.parts), []).append(" + ".join(terms))
@@ -125,9 +123,7 @@ class Wording:
             "rows": {self._relative(self.row): self._parts(self.layout.row, choice)},
             "inner": {self._relative(name): self._parts(self.layout.row, choice) for name in self.inner},
             "norms": {self._relative(name): self._parts(cut.parts, choice) for name, cut in self.norms.items()},
-            "cut": {
-                self._relative(cut.name): {"unit": self._parts(cut.parts, choice), "dim": cut.dim} for cut in self.cuts
-            },
+            "cut": {self._relative(cut.name): {"unit": self._parts(cut.parts, choice), "dim": cut.dim} for cut in self.cuts},
             "sum": tuple(self._relative(name) for name in self.entry.sum),
             "set": {name: list(values) for name, values in choice.set.items()},
             "arguments": {
@@ -183,7 +179,11 @@ class Wording:
         return look_up(self.model, self.anchor, name)
 
     def _shape(self) -> Any:
-        cuts = {(cut.kind, cut.name, cut.dim, tuple(part.level for part in cut.parts)) for cut in self.layout.cuts if cut.kind != "argument"}
+        cuts = {
+            (cut.kind, cut.name, cut.dim, tuple(part.level for part in cut.parts))
+            for cut in self.layout.cuts
+            if cut.kind != "argument"
+        }
         return set(self.sizes), cuts, tuple(part.level for part in self.layout.row)
 
     def _width_in(self, other: Wording, width: int) -> int | None:

@@ -61,9 +61,8 @@ def _content(region: Region) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in type(region).model_fields:
         value = getattr(region, name)
-        if value != getattr(_DEFAULTS, name) or name in ("columns", "rows"):
-            if value or name not in ("columns", "rows"):
-                found[name] = _plain(value)
+        if value != (() if name in ("columns", "rows") else getattr(_DEFAULTS, name)) and value != {}:
+            found[name] = _plain(value)
     return found
 
 

@@ -58,6 +58,8 @@ class Entry:
     ) -> None:
         self.axis, self.streams, self.sequence_parallel = axis, streams, sequence_parallel
         self.names, self.inputs, self.changes = tuple(names), tuple(inputs), tuple(changes)
+        # In no signature, so that a wrong name would go unnoticed.
+        self.unsigned = [name for name in (*inputs, *(name for name, _ in changes)) if name not in names]
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -68,6 +70,13 @@ class Entry:
             if isinstance(named.get(name), Tensor):
                 named[name] = change(named[name])
 
+        if missing := [name for name in self.unsigned if name not in named]:
+            raise PlanError(
+                "the policy names an argument that the scope is not given",
+                where=type(module).__name__,
+                expected=", ".join(missing),
+                got=", ".join(named),
+            )
         for index, name in enumerate(self.inputs):
             split = index == 0 and self.sequence_parallel and torch.is_grad_enabled()
             replace(name, self._gather if split else self._copy)

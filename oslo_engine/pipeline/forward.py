@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from oslo_engine.comm.collectives import all_reduce_together
 from oslo_engine.comm.fingerprint import fingerprint, fingerprints_of_ranks
-from oslo_engine.comm.random import has_dropout
 from oslo_engine.errors import BatchError
 from oslo_engine.rewrite.state import ParallelState, parallel_state
 
@@ -35,7 +34,7 @@ def run_forward(model: nn.Module, original: Callable[..., Any], args: tuple[Any,
     if state.program is not None and outermost:
         return state.program.forward(_by_name(original, model, args, kwargs))
     if state.program is None and model.training and state.mesh.model.size > 1:
-        state.streams.next_step(has_dropout(model))
+        state.streams.next_step()
         with state.streams.batch():
             return original(model, *args, **kwargs)
     return original(model, *args, **kwargs)

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from oslo_engine.comm.collectives import all_reduce_together
 from oslo_engine.comm.mesh import Mesh
 from oslo_engine.comm.p2p import PipelineLinks
-from oslo_engine.comm.random import has_dropout
 from oslo_engine.errors import PlanError, UnsupportedError
 from oslo_engine.pipeline.evaluation import evaluate
 from oslo_engine.pipeline.ghost_cache import caches_of_stages, find_cache
@@ -129,7 +128,7 @@ class ModelProgram:
         flow = self.flows.flow(kwargs, training=self.model.training, root=root)
         self._check_held(flow)
         if self.model.training:
-            self.state.streams.next_step(has_dropout(self.model))
+            self.state.streams.next_step()
         return [replace(micro, context=_Call(module, flow, self.state.streams.step)) for micro in micros]
 
     def _training_batch(self, batch: Mapping[str, Any]) -> list[MicroBatch]:

@@ -99,7 +99,7 @@ class StageRun:
 
     def _outside(self, name: str, nth: int, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in self.flow.dead_modules[self.stage]:
-            return _zeros(self.twin.get_submodule(name), args, kwargs)
+            return _zeros(self.twin.get_submodule(name), args, kwargs, self.streams.device)
         if (name, nth) in self.drawn_alike:
             with self.streams.common(f"{name} {nth}"):
                 return run()
@@ -143,15 +143,12 @@ def _nothing(slot: TensorSlot, like: Tensor) -> Tensor:
     return torch.zeros((), dtype=dtype, device=like.device).expand(shape)
 
 
-def _zeros(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The output of a module nobody needs: shapes from its twin on meta, one zero for all values."""
-    device = _first_tensor(args, kwargs).device
+def _zeros(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
+    """The output of a module nobody needs: shapes from its twin on meta. Real zeros: models scale embeddings in place."""
     on_meta = pytree.tree_map_only(Tensor, lambda leaf: leaf.to("meta"), (args, kwargs))
     with torch.no_grad():
         output = twin(*on_meta[0], **on_meta[1])
-    return pytree.tree_map_only(
-        Tensor, lambda leaf: torch.zeros((), dtype=leaf.dtype, device=device).expand(leaf.shape), output
-    )
+    return pytree.tree_map_only(Tensor, lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=device), output)
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -13,6 +13,7 @@ from oslo_engine.errors import PolicyError
 from oslo_engine.policy.schema import Policy
 
 Lines = dict[str, str]
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NOT_EXTENDED = ("models", "name")
 
 
@@ -78,7 +79,7 @@ def _read_with_base(path: Path, find_base: Callable[[str], Path], chain: tuple[P
 
 def _read(path: Path) -> tuple[dict[str, Any], Lines]:
     try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=_LOADER)
     except OSError as error:
         raise PolicyError("the policy file cannot be read", where=str(path), got=error.strerror or str(error)) from None
     except yaml.YAMLError as error:

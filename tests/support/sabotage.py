@@ -5,6 +5,7 @@ oslo.verify(saboteur("row_bias_on_every_rank"), tp=2)
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import time
@@ -90,8 +91,8 @@ def different_masks_on_shared_activations() -> None:
 def same_masks_every_step() -> None:
     from oslo_engine.comm.random import RandomStreams
 
-    def next_step(self: Any, enabled: bool) -> None:
-        self.enabled = enabled
+    def next_step(self: Any) -> None:
+        self.enabled = True
 
     RandomStreams.next_step = next_step  # type: ignore[method-assign]
 
@@ -156,6 +157,31 @@ def _on_rank_1(misfortune: Callable[[], Any]) -> None:
     agreement.AgreeOnTokens.__call__ = call  # type: ignore[method-assign]
 
 
+def a_carried_value_is_forgotten() -> None:
+    from oslo_engine.pipeline import stage
+
+    original = stage.StageRun.__init__
+
+    def init(self: Any, model: Any, twin: Any, flow: Any, number: int, received: Any, *rest: Any, **options: Any) -> None:
+        *kept, last = received or (None,)
+        original(self, model, twin, flow, number, received and (*kept, last * 0), *rest, **options)
+
+    stage.StageRun.__init__ = init  # type: ignore[method-assign]
+
+
+def a_block_runs_on_the_wrong_stage() -> None:
+    """The cut lies one block later than the weights are placed for."""
+    from oslo_engine.rewrite import planning
+
+    original = planning.FlowBook.place
+
+    def place(self: Any, stage_of: Any, num_stages: int) -> None:
+        stages = list(stage_of.values())
+        original(self, dict(zip(stage_of, [stages[0], *stages[:-1]], strict=True)), num_stages)
+
+    planning.FlowBook.place = place  # type: ignore[method-assign]
+
+
 def _break(how: str) -> None:
     """Once in each rank."""
     if dist.is_initialized() and not _broken:
@@ -166,26 +192,34 @@ def _break(how: str) -> None:
 _broken: list[str] = []
 
 
-class Sabotaged(GPT2LMHeadModel):
-    """Breaks the engine first. The config says how."""
+@functools.cache
+def breaking(how: str, cls: type) -> Any:
+    """A subclass of a model class that breaks the engine in the ranks when it is built there."""
 
-    def __init__(self, config: Any) -> None:
-        _break(config.sabotage)
-        super().__init__(config)
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        _break(how)
+        cls.__init__(self, config, *args, **kwargs)
 
-
-class SabotagedWithNorms(Qwen3ForCausalLM):
-    """The same with norms inside the attention."""
-
-    def __init__(self, config: Any) -> None:
-        _break(config.sabotage)
-        super().__init__(config)
+    name = f"{how}__{cls.__name__}"
+    return type(name, (cls,), {"__init__": init, "__module__": __name__, "__qualname__": name})
 
 
-def saboteur(how: str) -> Any:
+def __getattr__(name: str) -> Any:
+    """So that ranks can import these classes by name."""
+    how, _, class_name = name.partition("__")
+    if not how or not class_name or how not in globals():
+        raise AttributeError(name)
+    import transformers
+
+    return breaking(how, getattr(transformers, class_name))
+
+
+def saboteur(how: str, cls: type | None = None, config: Any = None) -> Any:
     """A model on meta whose class and config are what verify reads."""
     assert how in globals(), how
+    if cls is None and how == "gradients_of_norms_not_summed":
+        cls, config = Qwen3ForCausalLM, Qwen3Config(num_hidden_layers=2, num_key_value_heads=8)
+    elif cls is None:
+        cls, config = GPT2LMHeadModel, GPT2Config(n_layer=2)
     with torch.device("meta"):
-        if how == "gradients_of_norms_not_summed":
-            return SabotagedWithNorms(Qwen3Config(num_hidden_layers=2, num_key_value_heads=8, sabotage=how))
-        return Sabotaged(GPT2Config(n_layer=2, sabotage=how))
+        return breaking(how, cls)(config)

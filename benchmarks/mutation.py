@@ -1,0 +1,229 @@
+"""Does verify notice when a policy or the engine is wrong? python -m benchmarks.mutation
+
+Faults are put, one at a time, into the policies of architectures of different kinds (a column cut as a row, a fused weight in
+another layout, KV heads counted wrong, an attribute forgotten, a weight left whole, ...) and into the engine that runs them (a
+bias added by every rank, gradients not summed, a cut in another place, a value that does not cross it, wrong random streams).
+Each must be refused when the model is planned, or make verify fail. What passes is a survivor: either verify has a hole, or the
+policy says something that it need not say. Exit code 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.coverage import ENVIRONMENT, ROOT
+
+SUPPORT = ROOT / "tests" / "support"
+ARCHITECTURES = [
+    ("causal", "gpt2"),
+    ("causal", "llama"),
+    ("causal", "olmo2"),
+    ("causal", "phi3"),
+    ("causal", "gpt_neox"),
+    ("causal", "bloom"),
+    ("causal", "falcon"),
+    ("causal", "mixtral"),
+    ("causal", "gpt_oss"),
+    ("causal", "deepseek_v3"),
+    ("causal", "mamba2"),
+    ("causal", "qwen3_5_text"),
+    ("masked", "bert"),
+    ("seq2seq", "t5"),
+    ("seq2seq", "bart"),
+]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """kind: what was done. where: to what. policy: the wrong one; None where ``sabotage`` names what breaks the engine."""
+
+    kind: str
+    where: str
+    policy: Any = None
+    sabotage: str = ""
+    settings: tuple[tuple[str, Any], ...] = (("tp", 2),)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    architecture: str
+    kind: str
+    where: str
+    caught: bool
+    by: str
+    seconds: float
+
+
+# -- faults in policies
+
+
+def policy_faults(policy: Any, used: set[str]) -> Iterator[Fault]:
+    """Args: used: names of the regions that the architecture has."""
+    content = policy.model_dump(mode="json")
+    for name, region in content["regions"].items():
+        if name in used:
+            for kind, where, changed in region_faults(region):
+                yield from made(policy, kind, f"{name}: {where}", {"regions": {**content["regions"], name: changed}})
+    for unit, rule in content["units"].items():
+        sharers = [one["count"] for one in content["units"].values() if one["per"] == unit]
+        if sharers:
+            units = {**content["units"], unit: {**rule, "count": sharers[0]}}
+            yield from made(policy, "wrong group size", unit, {"units": units})
+    vocabulary = content["vocabulary"]
+    for kind, what in (("head not split by vocabulary", "heads"), ("dropped tie", "embeddings")):
+        for module in vocabulary[what]:
+            rest = [other for other in vocabulary[what] if other != module]
+            yield from made(policy, kind, module, {"vocabulary": {**vocabulary, what: rest}})
+
+
+def region_faults(region: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    columns, rows = region["columns"], region["rows"]
+    for column, parts in columns.items():
+        if rows and len(parts) == 1:
+            row = next(iter(rows))
+            swapped_columns = {**{name: value for name, value in columns.items() if name != column}, row: rows[row]}
+            swapped_rows = {**{name: value for name, value in rows.items() if name != row}, column: parts}
+            yield "column for row", f"{column} and {row}", {**region, "columns": swapped_columns, "rows": swapped_rows}
+        if len(parts) > 1:
+            wrong = parts[::-1] if parts[::-1] != parts else parts[:1]
+            yield "wrong fused layout", column, {**region, "columns": {**columns, column: wrong}}
+        if len(columns) > 1:
+            left = {name: value for name, value in columns.items() if name != column}
+            yield "replicate instead of split", column, {**region, "columns": left}
+    for kind in ("set", "cut", "norms", "inner", "arguments"):
+        for entry in region[kind]:
+            left = {name: value for name, value in region[kind].items() if name != entry}
+            yield f"missing {kind}", entry, {**region, kind: left}
+    for kind in ("sum", "once", "inputs"):
+        for entry in region[kind] if kind != "inputs" or len(region[kind]) > 1 else ():
+            yield f"missing {kind}", entry, {**region, kind: [other for other in region[kind] if other != entry]}
+
+
+def made(policy: Any, kind: str, where: str, changes: dict[str, Any]) -> Iterator[Fault]:
+    """The fault, unless the schema refuses it. What is no longer cut counts as whole on purpose, or it would be too easy."""
+    content = policy.model_dump(mode="json") | changes
+    if kind.startswith(("replicate", "missing cut", "missing norms", "missing inner")):
+        name = where.partition(": ")[2].removeprefix("maybe ")
+        content["replicate"] = {**content["replicate"], f"maybe {name}": "fault"}
+    try:
+        yield Fault(kind, where, type(policy)(**content, origin=policy.origin))
+    except ValueError:
+        return
+
+
+# -- faults in the engine
+
+
+def engine_faults(plan: Any, cut_plan: Any, has_dropout: bool) -> Iterator[Fault]:
+    """Those that touch something in this architecture.
+
+    Args:
+        plan: for two tensor-parallel ranks. cut_plan: for two pipeline stages.
+    """
+    parameters = {tensor.name for tensor in plan.parameters}
+    if any(f"{row}.bias" in parameters for region in plan.regions if region.leave == "rows" for row in region.rows):
+        yield Fault("bias added twice", "rows", sabotage="row_bias_on_every_rank")
+    if any(tensor.partial for tensor in plan.parameters):
+        yield Fault("missing gradient sync", "uncut parameters of regions", sabotage="gradients_of_norms_not_summed")
+    two_stages = (("pp", 2),)
+    if any(len(cut_plan.holders(tensor)) > 1 for tensor in cut_plan.parameters):
+        yield Fault("missing gradient sync", "parameters of two stages", None, "tied_gradients_not_summed", two_stages)
+    yield Fault("carried value forgotten", "the last one", None, "a_carried_value_is_forgotten", two_stages)
+    yield Fault("wrong cut", "one block later", None, "a_block_runs_on_the_wrong_stage", two_stages)
+    yield Fault("random stream swapped", "sharded for shared", None, "same_masks_on_all_ranks", (("tp", 2), ("dropout", 0.1)))
+
+
+# -- running them
+
+
+def all_faults(task: str, kind: str) -> list[Fault]:
+    from oslo_engine.policy.registry import find_policy
+    from oslo_engine.tiny.sizes import Sizes
+    from oslo_engine.tiny.subject import find_subject
+    from oslo_engine.verify.planned import plan_of
+
+    policy = find_policy(None, kind)
+    subject = find_subject(kind, task).shrunk(Sizes(), num_blocks=3)
+    plan, cut_plan = plan_of(subject, policy, tp=2, pp=1), plan_of(subject, policy, tp=1, pp=2)
+    faults = [*policy_faults(policy, {region.name for region in plan.regions})]
+    return [*faults, *engine_faults(plan, cut_plan, takes_dropout(task, kind))]
+
+
+def takes_dropout(task: str, kind: str) -> bool:
+    from oslo_engine.errors import OsloError
+    from oslo_engine.tiny.sizes import Sizes
+    from oslo_engine.tiny.subject import find_subject
+
+    try:
+        find_subject(kind, task).shrunk(Sizes(), num_blocks=2, dropout=0.1)
+    except OsloError:
+        return False
+    return True
+
+
+def judge(task: str, kind: str, fault: Fault, timeout_s: float) -> Verdict:
+    from oslo_engine import verify
+    from oslo_engine.errors import OsloError
+    from oslo_engine.tiny.subject import find_subject
+
+    started = time.monotonic()
+
+    def verdict(caught: bool, by: str) -> Verdict:
+        return Verdict(f"{task}/{kind}", fault.kind, fault.where, caught, by, round(time.monotonic() - started, 1))
+
+    model: Any = kind
+    if fault.sabotage:
+        sys.path.insert(0, str(SUPPORT)) if str(SUPPORT) not in sys.path else None
+        from sabotage import saboteur
+
+        subject = find_subject(kind, task)
+        model = saboteur(fault.sabotage, subject.load_class(), subject.config)
+    settings = dict(fault.settings)
+    try:
+        report = verify(model, task=None if fault.sabotage else task, policy=fault.policy, timeout_s=timeout_s, **settings)
+    except OsloError as error:
+        return verdict(True, f"refused: {' '.join(str(error).split())[:120]}")
+    failed = [row.name for row in report.rows if row.verdict == "fail"]
+    return verdict(not report.ok, ", ".join(failed[:3]) or "an error in the ranks" if not report.ok else "survived")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("only", nargs="*", help="model types; by default those of the list")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="runs side by side")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds for one run")
+    parser.add_argument("--json", type=Path, help="write the verdicts to this file")
+    options = parser.parse_args()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    chosen = [pair for pair in ARCHITECTURES if not options.only or pair[1] in options.only]
+    work = [(task, kind, fault) for task, kind in chosen for fault in all_faults(task, kind)]
+
+    def one(job: tuple[str, str, Fault]) -> Verdict:
+        found = judge(*job, options.timeout)
+        sign = "caught" if found.caught else "SURVIVED"
+        print(f"{sign}  {found.architecture}  {found.kind}, {found.where}: {found.by} ({found.seconds} s)", flush=True)
+        return found
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        verdicts = list(pool.map(one, work))
+    caught = sum(found.caught for found in verdicts)
+    print(
+        f"{caught} of {len(verdicts)} faults caught ({100 * caught / max(len(verdicts), 1):.1f} %), {len(chosen)} architectures"
+    )
+    if options.json:
+        options.json.write_text(json.dumps([asdict(found) for found in verdicts], indent=1) + "\n", encoding="utf-8")
+    sys.exit(0 if caught == len(verdicts) else 1)
+
+
+if __name__ == "__main__":
+    main()
