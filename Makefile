@@ -40,7 +40,7 @@ format: venv ## mend what ruff can mend by itself
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-benchmark: venv ## compare tensor parallelism with its peers (DeepSpeed needs: pip install -c constraints.txt deepspeed)
+benchmark: venv ## compare tensor parallelism with its peers (they need: pip install -c constraints.txt accelerate deepspeed)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.tensor_parallel
 
 coverage: venv ## prove every architecture at every layout and write docs/coverage.md (an hour; goes on where it was)

@@ -39,8 +39,8 @@ def parallelize(
         model: whole and the same on every rank; in memory, or on ``meta`` (it stays there, with this rank's shapes).
         tp: tensor-parallel size, any number up to the attention heads.
         pp: pipeline-parallel size, up to the number of blocks.
-        policy: how the architecture may be split: None for the installed policy of ``model.config.model_type``, or a name, a
-            path to a YAML file, a Policy.
+        policy: how the architecture may be split: None for the installed policy of ``model.config.model_type`` (where there is
+            none, one is derived, with a warning), or a name, a path to a YAML file, a Policy.
         schedule: order of the pipeline: "gpipe", "1f1b", "interleaved", "zero-bubble" or "zero-bubble-v".
         micro_batch_size: rows of a micro-batch of the pipeline; ``model.set_micro_batch_size`` changes it.
         sequence_parallel: split activations between the tensor-parallel regions along the sequence, in training.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,14 @@ from transformers import PreTrainedModel
 from oslo_engine.comm.fingerprint import fingerprint, fingerprints_of_ranks
 from oslo_engine.comm.mesh import Mesh
 from oslo_engine.comm.random import RandomStreams
-from oslo_engine.errors import BatchError, PlanError
+from oslo_engine.errors import BatchError, OsloError, PlanError, PolicyError
 from oslo_engine.pipeline.model_program import ModelProgram
 from oslo_engine.pipeline.orders import rank_of_stage
-from oslo_engine.policy.registry import find_policy
+from oslo_engine.policy.registry import find_policy, policies_by_model_type
 from oslo_engine.policy.schema import Policy
 from oslo_engine.rewrite.apply import apply_plan
 from oslo_engine.rewrite.planning import plan_model
+from oslo_engine.tiny.subject import find_subject
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -40,7 +42,7 @@ def assemble(
     tp, pp = mesh.topology.tp, mesh.topology.pp
     _check_same_weights(model, mesh)
     stages = rank_of_stage(schedule, pp)
-    chosen = None if tp * pp == 1 and policy is None else find_policy(policy, model.config.model_type)
+    chosen = None if tp * pp == 1 and policy is None else _choose_policy(model, policy, mesh)
     layout = plan_model(
         model,
         chosen,
@@ -65,6 +67,45 @@ def assemble(
     if layout.flows is not None:
         state.program = ModelProgram(model, state, layout.flows)
     return model
+
+
+def _choose_policy(model: PreTrainedModel, policy: Policy | str | Path | None, mesh: Mesh) -> Policy:
+    """The policy that was named or is installed; else one that rank 0 derives.
+
+    Communication: where one is derived, one broadcast of it.
+    """
+    model_type = model.config.model_type
+    if policy is not None or model_type in policies_by_model_type():
+        return find_policy(policy, model_type)
+    box: list[Any] = [None]
+    if mesh.topology.world_size == 1 or dist.get_rank() == 0:
+        box = [_derive_policy(model)]
+    if mesh.topology.world_size > 1:
+        dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], OsloError):
+        raise box[0]
+    file = f"{model_type}.yaml"
+    warnings.warn(
+        f"no policy serves {model_type!r}, so one was derived. Before you trust it: oslo-engine policy derive MODEL "
+        f"--output {file}; oslo-engine verify MODEL --policy {file} --tp {mesh.topology.tp} --pp {mesh.topology.pp}",
+        stacklevel=4,
+    )
+    return box[0]
+
+
+def _derive_policy(model: PreTrainedModel) -> Policy | OsloError:
+    """What goes wrong is returned, so that all ranks hear of it."""
+    from oslo_engine.derive import derive
+
+    try:
+        return derive(find_subject(model)).policy
+    except OsloError as error:
+        return PolicyError(
+            f"no policy serves model type {model.config.model_type!r}, and none could be derived: {error.what}",
+            where=error.where,
+            got=error.got,
+            hint="pass policy=PATH to a YAML file of your own; docs/policies.md shows how to write one",
+        )
 
 
 def _check_same_weights(model: PreTrainedModel, mesh: Mesh) -> None:

@@ -71,7 +71,7 @@ def _derive(subject: Subject, specimens: Sequence[tuple[Specimen, bool]]) -> Der
     stacks = _labelled(first)
     model_type = subject.config.model_type
     first.use(0)
-    policy = make_policy(model_type, model_type, first.model, stacks, regions, find_vocabulary(first.model), findings.refused)
+    policy = make_policy(model_type, model_type, first.model, stacks, regions, find_vocabulary(first.model), findings)
     notes = []
     for tp in _TP:
         try:

@@ -8,13 +8,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from oslo_engine.derive.regions import Found, is_right
+from oslo_engine.derive.regions import Findings, Found, is_right
 from oslo_engine.derive.specimen import Kind
 from oslo_engine.derive.stacks import Stack
 from oslo_engine.derive.trial import Truth, match_one
 from oslo_engine.errors import OsloError
 from oslo_engine.plan.match import match_policy
-from oslo_engine.plan.names import Names
+from oslo_engine.plan.names import Names, names_part
 from oslo_engine.policy.schema import Policy, Region, Unit, Vocabulary
 
 _LISTS = ("columns", "rows", "inner", "norms", "cut")
@@ -106,7 +106,7 @@ def make_policy(
     stacks: Mapping[str, Stack],
     found: Sequence[Found],
     vocabulary: Vocabulary,
-    refused: Mapping[str, str],
+    findings: Findings,
 ) -> Policy:
     """
     Raises:
@@ -128,7 +128,7 @@ def make_policy(
     }
     anything = Policy(**content, replicate={"maybe *": "to be said"})
     whole = match_policy(model, anything, 2).replicated
-    return Policy(**content, replicate=_reasons(model, stacks, base, set(whole), refused))
+    return Policy(**content, replicate=_reasons(model, stacks, base, set(whole), findings))
 
 
 def _shared_units(found: Sequence[Found]) -> dict[str, Unit]:
@@ -151,7 +151,7 @@ def _fresh(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def _reasons(
-    model: PreTrainedModel, stacks: Mapping[str, Stack], base: str, whole: set[str], refused: Mapping[str, str]
+    model: PreTrainedModel, stacks: Mapping[str, Stack], base: str, whole: set[str], findings: Findings
 ) -> dict[str, str]:
     """Why each rank holds a matrix whole."""
     blocks = [block for stack in stacks.values() for block in stack.blocks]
@@ -162,16 +162,17 @@ def _reasons(
         block = next((block for block in blocks if name.startswith(f"{block}.")), None)
         inside = name[len(block) + 1 :] if block is not None else name.removeprefix(base)
         path, _, leaf = inside.rpartition(".")
-        rule = _pattern(path if leaf == "weight" and path else inside)
-        if block is None:
-            why = "outside the blocks"
-        else:
-            why = next(
-                (told for row, told in refused.items() if row == f"{block}.{path}" and told), "every unit depends on all of it"
-            )
-        if rule not in reasons or reasons[rule].startswith("every unit"):
-            reasons[rule] = why
+        if not any(names_part(rule, name) for rule in reasons):
+            rule = _pattern(path if leaf == "weight" and path else inside)
+            reasons[rule] = "outside the blocks" if block is None else _reason(f"{block}.{path}", findings)
     return reasons
+
+
+def _reason(module: str, findings: Findings) -> str:
+    if module in findings.refused:
+        return findings.refused[module].splitlines()[0]
+    ran = module in findings.ran or module.rpartition(".")[0] in findings.ran
+    return "every unit depends on all of it" if ran else "it does not run"
 
 
 def _pattern(name: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from oslo_engine.derive.numbers import attributes_of, is_number, names_of
 from oslo_engine.derive.trial import Truth, why_not
+from oslo_engine.derive.units import Part
 from oslo_engine.derive.wording import Choice, Wording
 
 _MOST_TRIALS = 200
@@ -37,7 +38,8 @@ class Search:
 
     def __init__(self, wording: Wording, others: Sequence[Wording], cases: Sequence[Case]) -> None:
         self.wording, self.cases = wording, cases
-        self.others = [other for other in others if wording.is_like(other)]
+        self.others = others
+        self._totals = wording.totals(others)
         self.trials = 0
         self.first_problem: str | None = None
 
@@ -45,12 +47,12 @@ class Search:
         """The choice, or what stayed wrong."""
         wording = self.wording
         counts = {unit: wording.count_names(unit, self.others) for unit in wording.sizes}
-        widths = {width: wording.width_names(width, self.others) for width in wording.widths}
-        start = Choice({unit: names[0] for unit, names in counts.items()}, {width: names[0] for width, names in widths.items()})
+        widths = {part: wording.width_names(part, self.others) for part in wording.widths}
+        start = Choice({unit: names[0] for unit, names in counts.items()}, {part: names[0] for part, names in widths.items()})
         if wording.may_be_features and self._works(plain := Choice({}, {}, {}, named=False)):
             return plain
         literal = Choice(
-            {unit: names[-1] for unit, names in counts.items()}, {width: names[-1] for width, names in widths.items()}
+            {unit: names[-1] for unit, names in counts.items()}, {part: names[-1] for part, names in widths.items()}
         )
         attributes = self._attributes(counts)
         values = self._find_set(literal, attributes)
@@ -131,7 +133,7 @@ class Search:
 
     def _options(self, name: str, value: int, counts: Mapping[str, Sequence[str]]) -> list[str]:
         """Expressions of units that have this value for the whole."""
-        sizes, found = self.wording.sizes, list(self.wording.totals.get(value, ()))
+        sizes, found = self.wording.sizes, list(self._totals.get(value, ()))
         leaf = name.rpartition(".")[2]
         found += [unit for unit, count in sizes.items() if value == count > 1]
         if sizes.get("kv", 1) > 1 and sizes["q"] // sizes["kv"] == value and value > 1:
@@ -139,9 +141,11 @@ class Search:
         for unit, count in sizes.items():
             if value % count or value == count or count == 1:
                 continue
-            width = names_of(self.wording.model, self.wording.anchors, value // count)
-            found += [f"{unit} * {name}" for name in sorted(width, key=self._is_elsewhere)[:3]]
+            widths = names_of(self.wording.model, self.wording.anchors, value // count)
+            own = [width for width in widths if hasattr(self.wording.anchor, width)]
+            found += [f"{unit} * {width}" for width in own[:2]]
             found += [f"{leaf} * {unit} / {name}" for name in counts[unit][:2] if name.isidentifier()]
+            found += [f"{unit} * {width}" for width in widths if width not in own][:2]
             found.append(f"{unit} * {value // count}")
         return found
 
@@ -149,16 +153,13 @@ class Search:
         """The expressions that give the whole's value of an attribute in the models of other sizes too."""
         return [option for option in options if all(other.gives(name, option) for other in (self.wording, *self.others))]
 
-    def _is_elsewhere(self, name: str) -> bool:
-        return not hasattr(self.wording.anchor, name.partition(".")[0])
-
     # -- which names
 
     def _name(
         self,
         start: Choice,
         counts: Mapping[str, Sequence[str]],
-        widths: Mapping[int, Sequence[str]],
+        widths: Mapping[Part, Sequence[str]],
         values: Mapping[str, Values],
         attributes: Mapping[str, list[Values]],
     ) -> Choice | str:

@@ -39,10 +39,11 @@ class Found:
 
 @dataclass
 class Findings:
-    """regions, and for linear layers that lead to none the reason; their names are within the block."""
+    """regions; for linear layers that lead to none the reason; the modules of the blocks looked into that ran."""
 
     regions: list[Found] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
+    ran: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class BlockSearch:
         with observed(self.modules) as calls:
             repeat(self.block, self.specimen.runs[0][kind.block])
         self.calls = calls
+        findings.ran |= {f"{kind.block}.{name}" for name in calls}
         self.norms = find_norms(self.modules, calls)
         self.done: set[str] = set()
 
@@ -230,8 +232,11 @@ class BlockSearch:
             blocks = [block for block in self.kind.blocks if block in specimen.runs[0]]
             return Wording(specimen.model, blocks, layout, entry, candidate.row, candidate.inner, list(self.norms), handed_on)
 
-        others = [worded(specimen, layout) for specimen, layout in self._elsewhere(candidate, ends)]
-        search = Search(worded(self.specimen, candidate.layout), others, self.cases)
+        wording = worded(self.specimen, candidate.layout)
+        others = {id(specimen): worded(specimen, layout) for specimen, layout in self._elsewhere(candidate, ends)}
+        others = {key: other for key, other in others.items() if wording.is_like(other)}
+        cases = [case for case in self.cases if case.first_size or id(case.truth.specimen) in others]
+        search = Search(wording, list(others.values()), cases)
         choice = search.run()
         if isinstance(choice, str):
             return choice

@@ -23,10 +23,10 @@ from oslo_engine.policy.schema import Region, Unit
 
 @dataclass(frozen=True)
 class Choice:
-    """What in a wording may be said in several ways: unit -> its count, width -> its name, attribute -> its values."""
+    """What in a wording may be said in several ways: unit -> its count, part -> the name of its width, attribute -> its values."""
 
     counts: Mapping[str, str]
-    widths: Mapping[int, str] = field(default_factory=dict)
+    widths: Mapping[Part, str] = field(default_factory=dict)
     set: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     named: bool = True
 
@@ -83,9 +83,10 @@ class Wording:
         return self.single and all(part.width == 1 for part in parts) and not others and self.layout.levels.blocks == 1
 
     @property
-    def widths(self) -> set[int]:
-        """Widths that must be said: those of parts that lie beside wider ones."""
-        return {part.width for cut in self.layout.cuts for part in cut.parts if len({one.width for one in cut.parts}) > 1}
+    def widths(self) -> list[Part]:
+        """Parts whose widths must be said: those that lie beside others."""
+        found = [part for cut in self.layout.cuts for part in cut.parts if len({one.width for one in cut.parts}) > 1]
+        return list(dict.fromkeys(found))
 
     @property
     def extents(self) -> set[int]:
@@ -95,8 +96,7 @@ class Wording:
         found |= {part.width * self._count(part) for cut in self.layout.cuts for part in cut.parts if cut.kind != "argument"}
         return found | {sum(part.width * self._count(part) for part in self.layout.row)}
 
-    @property
-    def totals(self) -> dict[int, list[str]]:
+    def totals(self, others: Sequence[Wording]) -> dict[int, list[str]]:
         """Sizes of tensors whose parts are dealt by several units: the sum of them."""
         found: dict[int, list[str]] = {}
         for cut in self.layout.cuts:
@@ -104,7 +104,7 @@ class Wording:
                 terms = [
                     self.names[part.level]
                     if part.width == 1
-                    else f"{self.names[part.level]} * {self.width_names(part.width)[0]}"
+                    else f"{self.names[part.level]} * {self.width_names(part, others)[0]}"
                     for part in cut.parts
                 ]
                 found.setdefault(sum(part.width * self._count(part) for part in cut.parts), []).append(" + ".join(terms))
@@ -145,10 +145,41 @@ class Wording:
         names = [name for name in names if all(other._look_up(name) == other.sizes[unit] for other in others)]
         return [*names, str(self.sizes[unit])]
 
-    def width_names(self, width: int, others: Sequence[Wording] = ()) -> list[str]:
-        names = names_of(self.model, self.anchors, width) if width > 1 else []
-        names = [name for name in names if all(other._look_up(name) == self._width_in(other, width) for other in others)]
-        return [*names, str(width)]
+    def width_names(self, part: Part, others: Sequence[Wording] = ()) -> list[str]:
+        """Ways to say how wide a part is: an attribute of the module, one shared out among units, one of a config."""
+        width = part.width
+        if width == 1:
+            return ["1"]
+        names = names_of(self.model, self.anchors, width)
+        own = [name for name in names if hasattr(self.anchor, name)]
+        shares = [
+            f"{name} / {count}"
+            for unit, number in self.sizes.items()
+            if number > 1
+            for count in self.count_names(unit, others)[:1]
+            for name in names_of(self.model, self.anchors, width * number)
+            if hasattr(self.anchor, name) and count.isidentifier()
+        ]
+        several = [
+            f"{times} * {name}"
+            for times in (2, 3)
+            if width % times == 0
+            for name in names_of(self.model, self.anchors, width // times)
+            if hasattr(self.anchor, name)
+        ]
+        said = [*own, *shares, *several, *(name for name in names if name not in own)]
+        return [*(name for name in said if all(other._is(name, self._width_in(other, part)) for other in others)), str(width)]
+
+    def _is(self, expression: str, value: int | None) -> bool:
+        def number(name: str) -> int:
+            if (found := self._look_up(name)) is None:
+                raise KeyError(name)
+            return found
+
+        try:
+            return evaluate(expression, number, where="") == value
+        except PolicyError:
+            return False
 
     def is_like(self, other: Wording) -> bool:
         """Whether the same tensors are cut into the same parts of the same units."""
@@ -186,12 +217,12 @@ class Wording:
         }
         return set(self.sizes), cuts, tuple(part.level for part in self.layout.row)
 
-    def _width_in(self, other: Wording, width: int) -> int | None:
+    def _width_in(self, other: Wording, part: Part) -> int | None:
         """What a width is in a model of other sizes."""
         theirs = {(cut.kind, cut.name): cut.parts for cut in other.layout.cuts}
         for cut in self.layout.cuts:
-            for part, their in zip(cut.parts, theirs.get((cut.kind, cut.name), ()), strict=False):
-                if part.width == width:
+            for ours, their in zip(cut.parts, theirs.get((cut.kind, cut.name), ()), strict=False):
+                if ours == part:
                     return their.width
         return None
 
@@ -211,7 +242,7 @@ class Wording:
             return [FEATURE] * len(parts)
         usual, _ = max(Counter(part.width for part in parts).items(), key=lambda item: (item[1] > 0, item[0]))
         return [
-            self.names[part.level] if part.width == usual else f"{self.names[part.level]} * {choice.widths[part.width]}"
+            self.names[part.level] if part.width == usual else f"{self.names[part.level]} * {choice.widths[part]}"
             for part in parts
         ]
 

@@ -64,7 +64,7 @@ def evaluate(program: ModelProgram, module: nn.Module, kwargs: Mapping[str, Any]
 
 
 def _micro_batches(program: ModelProgram, given: Mapping[str, Any], *, whole: bool) -> list[MicroBatch]:
-    rows = max((leaf.shape[0] for leaf in pytree.tree_leaves(dict(given)) if isinstance(leaf, Tensor) and leaf.ndim), default=1)
+    rows = _rows(given)
     micros = split_batch(
         {name: v for name, v in given.items() if not isinstance(v, Cache)}, rows if whole else program.state.micro_batch_size
     )
@@ -86,12 +86,26 @@ def _merge(outputs: Sequence[Any], micros: Sequence[MicroBatch]) -> Any:
         if not isinstance(first, Tensor):
             merged.append(first)
         elif first.ndim:
-            merged.append(torch.cat(leaves))
+            merged.append(torch.cat(leaves, _dim_of_rows(leaves, micros)))
         else:
             weights = weights or [micro.weight for micro in micros]
             # A micro-batch without labels weighs 0, and its loss is no number.
             merged.append(sum(leaf * weight for leaf, weight in zip(leaves, weights, strict=True) if weight))
     return pytree.tree_unflatten(merged, flat[0][1])
+
+
+def _dim_of_rows(leaves: Sequence[Tensor], micros: Sequence[MicroBatch]) -> int:
+    """The dimension along which the outputs of micro-batches follow one another: the first that has as many entries as rows."""
+    rows = [_rows(micro.kwargs) for micro in micros]
+    for dim in range(leaves[0].ndim):
+        if [leaf.shape[dim] for leaf in leaves] == rows:
+            return dim
+    return 0  # [rows * something, ...], such as the router's logits of all tokens
+
+
+def _rows(kwargs: Mapping[str, Any]) -> int:
+    leaves = pytree.tree_leaves(dict(kwargs))
+    return max((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), default=1)
 
 
 @dataclass(frozen=True)

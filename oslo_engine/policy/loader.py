@@ -117,8 +117,9 @@ def _lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     for key, value in above.items():
         if value is None:
             merged.pop(key, None)
-        elif isinstance(value, dict) and isinstance(merged.get(key), dict):
-            merged[key] = _lay_over(merged[key], value)
+        elif isinstance(value, dict):
+            own = merged.get(key)
+            merged[key] = _lay_over(own if isinstance(own, dict) else {}, value)
         else:
             merged[key] = value
     return merged

@@ -122,22 +122,25 @@ class FlowBook:
 def small_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the same kind for a batch of 2 x 8 tokens; a cache is left to the model to create."""
     small: dict[str, Any] = {}
+    ids = inputs.get("input_ids")
+    length = ids.shape[1] if isinstance(ids, Tensor) and ids.ndim == 2 else None
     for name, value in inputs.items():
         if value is None:
             continue
         if isinstance(value, Cache):
             small["use_cache"] = True
         else:
-            small[name] = pytree.tree_map_only(Tensor, functools.partial(_small, name), value)
+            small[name] = pytree.tree_map_only(Tensor, functools.partial(_small, name, length), value)
     small.setdefault("use_cache", False)
     return small
 
 
-def _small(name: str, tensor: Tensor) -> Tensor:
+def _small(name: str, length: int | None, tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu()
     if tensor.ndim and tensor.shape[0] != 1:
         tensor = _resized(tensor, 0, _ROWS)
     sequence = name.endswith(("_ids", "_mask", "_embeds", "_outputs")) or (name == "labels" and not tensor.is_floating_point())
+    sequence = sequence or (tensor.ndim == 2 and not tensor.is_floating_point() and tensor.shape[1] == length)
     if sequence and tensor.ndim in (2, 3):
         tensor = _resized(tensor, 1, _LENGTH)
     elif sequence and tensor.ndim == 4:

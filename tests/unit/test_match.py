@@ -8,10 +8,13 @@ import pytest
 import torch
 
 import small_models
-from oslo_engine.errors import PlanError, PolicyError
+import toy_regions
+from oslo_engine.errors import OsloError, PlanError, PolicyError
 from oslo_engine.plan.match import Match, match_policy
 from oslo_engine.policy.registry import find_policy
 from oslo_engine.policy.schema import Policy
+from oslo_engine.rewrite.planning import plan_model
+from oslo_engine.topology import Topology
 
 
 def on_meta(name: str, **more: Any) -> Any:
@@ -148,3 +151,56 @@ def test_a_tied_parameter_cut_under_one_name_only_is_refused() -> None:
 def test_more_ranks_than_heads_are_refused_with_the_number() -> None:
     with pytest.raises(PlanError, match=r"(?s)num_attention_heads.*at least 5.*use tp <= 4"):
         matched("gpt2", 5)
+
+
+def toy(block: str, tmp_path: Any, old: str = "", new: str = "") -> Any:
+    """A toy model with its policy, in which a text was replaced."""
+    path = toy_regions.write_policy(block, tmp_path)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new) if old else text)
+    return toy_regions.ToyModel(toy_regions.ToyConfig(block=block)), find_policy(path, "toy")
+
+
+def test_a_region_stands_only_where_the_module_has_what_it_needs(tmp_path: Any) -> None:
+    for word in ("needs: gate", "when: {num_heads: 4}", "when: {repeats: 2}"):
+        block = "NormOfShared" if "repeats" in word else "EnterAtColumns"
+        model, policy = toy(block, tmp_path, "at: core", f"at: core\n    {word}")
+        assert match_policy(model, policy, 2).regions
+    for word in ("needs: other", "when: {num_heads: 5}"):
+        model, policy = toy("EnterAtColumns", tmp_path, "at: core", f"at: core\n    {word}")
+        with pytest.raises(PolicyError, match="region 'only' matches no module"):
+            match_policy(model, policy, 2)
+
+
+def test_whole_experts_are_dealt_where_that_is_asked_for(tmp_path: Any) -> None:
+    model, policy = toy("Mixture", tmp_path)
+    found = match_policy(model, policy, 2, expert_split="expert")
+    assert found.shards["layers.0.core.experts.up"].spans == (((0, 2),), ((2, 4),))
+    assert found.regions[0].experts.spans == ((0, 2), (2, 4))
+    assert match_policy(model, policy, 2).shards["layers.0.core.experts.up"].dim == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "message"),
+    [
+        ("refuse: {num_heads: because}", {}, r"(?s)a model with num_heads cannot be cut.*because"),
+        ("not_with: {torch: its kernels}", {}, r"(?s)cannot be cut while torch is installed.*its kernels"),
+        ("", {"sequence_parallel": True}, r"(?s)not known to work with sequence parallelism.*sequence_parallel: true"),
+        ("", {"expert_split": "both"}, r"(?s)no such split of experts.*inner or expert.*'both'"),
+    ],
+)
+def test_what_a_policy_does_not_allow_is_refused(tmp_path: Any, words: str, options: dict[str, Any], message: str) -> None:
+    model, policy = toy("InnerRow", tmp_path, "models: [toy]", f"models: [toy]\n{words}")
+    with pytest.raises(OsloError, match=message):
+        plan_model(model, policy, Topology(tp=2), **options)
+    if words:
+        plan_model(model, policy, Topology(tp=1))  # only tensor parallelism is refused
+
+
+def test_a_fused_weight_with_parts_of_other_widths_is_cut_part_by_part(tmp_path: Any) -> None:
+    model, policy = toy("PackedGroups", tmp_path)
+    shard = match_policy(model, policy, 4).shards["layers.0.core.into.weight"]
+    # 4 heads of 6, 2 groups of 3, 4 heads of 1; four ranks: groups are shared by two.
+    assert shard.spans[1] == ((6, 12), (24, 27), (31, 32))
+    assert shard.spans[2] == ((12, 18), (27, 30), (32, 33))
