@@ -30,8 +30,11 @@ def look_up(model: PreTrainedModel, anchor: nn.Module, name: str) -> int | None:
     config = model.config
     for owner in (anchor, getattr(anchor, "config", None), config.get_text_config(), config):
         value: Any = owner
-        for part in name.split("."):
-            value = getattr(value, part, None)
+        try:
+            for part in name.split("."):
+                value = getattr(value, part, None)
+        except Exception:  # configs with settings for each layer refuse to give one for all
+            continue
         if isinstance(value, int) and not isinstance(value, bool):
             return value
     return None

@@ -64,7 +64,7 @@ class Specimen:
         outputs = []
         for shift in (0, 1):
             given[tokens] = ids.clone()
-            given[tokens][:, -1] = (given[tokens][:, -1] + shift) % self.model.config.vocab_size
+            given[tokens][:, -1] = (given[tokens][:, -1] + shift) % self.model.get_input_embeddings().weight.shape[0]
             with torch.no_grad():
                 outputs.append(self.model(**given).logits)
         first, second = outputs
@@ -114,6 +114,10 @@ def observe(subject: Subject, *, seeds: Sequence[int] = (0, 1), attention: str |
     """
     runs: list[dict[str, Call]] = []
     model = build(subject, attention)
+    try:
+        run(model, SHAPES[0], 0)
+    except RuntimeError:  # some operations know no float64
+        model = build(subject, attention, dtype=torch.float32)
     stacks = find_stacks(model, lambda: run(model, SHAPES[0], 0))
     blocks = {name: model.get_submodule(name) for stack in stacks for name in stack.blocks}
     for number, seed in enumerate(seeds):

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class _Walk:
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    return any(isinstance(part, (nn.Linear, Conv1D)) for part in module.modules())
+    return any(parameter.ndim > 1 for parameter in module.parameters())
 
 
 def _holds_list(module: nn.Module, order: dict[int, int]) -> bool:

@@ -23,7 +23,7 @@ from oslo_engine.policy.schema import Region, Unit
 
 @dataclass(frozen=True)
 class Choice:
-    """What in a wording may be said in several ways: unit -> its count, part -> the name of its width, attribute -> its values."""
+    """What may be said in several ways: unit -> its count, part -> the name of its width, attribute -> its values."""
 
     counts: Mapping[str, str]
     widths: Mapping[Part, str] = field(default_factory=dict)
