@@ -108,7 +108,8 @@ def key_of(policy: Any) -> str:
     import torch
     import transformers
 
-    text = json.dumps([policy.model_dump(mode="json"), torch.__version__, transformers.__version__], sort_keys=True)
+    words = policy.model_dump(mode="json", exclude_defaults=True)
+    text = json.dumps([words, torch.__version__, transformers.__version__], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 

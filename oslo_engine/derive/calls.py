@@ -39,7 +39,7 @@ class Call:
             if isinstance(value, Tensor):
                 value = value.detach().clone()
                 return value.requires_grad_() if grad and value.is_floating_point() else value
-            return value if isinstance(value, _PLAIN) else copy.deepcopy(value)
+            return value if isinstance(value, _PLAIN) else _copied(value)
 
         args, kwargs = pytree.tree_map(renew, (self.args, self.kwargs))
         return args, kwargs
@@ -79,14 +79,30 @@ def frozen(value: Any) -> Any:
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.detach().clone()
-        if isinstance(leaf, _PLAIN):
-            return leaf
-        try:
-            return copy.deepcopy(leaf)
-        except Exception:  # an object with a graph inside: the run goes on with the object itself
-            return leaf
+        return leaf if isinstance(leaf, _PLAIN) else _copied(leaf)
 
     return pytree.tree_map(copied, value)
+
+
+def _copied(thing: Any) -> Any:
+    """A copy of an object (a cache) with all tensors in it, which lose their graph."""
+    memo: dict[int, Any] = {}
+    seen: set[int] = set()
+    inside = [thing]
+    while inside:
+        one = inside.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            memo[id(one)] = one.detach().clone()
+        elif isinstance(one, dict):
+            inside += one.values()
+        elif isinstance(one, (list, tuple, set)):
+            inside += one
+        elif hasattr(one, "__dict__") and not isinstance(one, (type, nn.Module)):
+            inside += vars(one).values()
+    return copy.deepcopy(thing, memo)
 
 
 @contextmanager

@@ -169,6 +169,7 @@ class Policy(_Strict):
     stacks: repeated blocks in the order they run; pipeline cuts lie between blocks.
     units, regions, vocabulary: what tensor parallelism deals out.
     replicate: part of a parameter's name -> why each rank holds it whole.
+    whole_batch: why the rows of a batch influence one another, so that a pipeline, which cuts batches, is refused.
     refuse: config attribute -> why a model in which it is set cannot be cut.
     not_with: package -> why the model cannot be cut where it is installed (kernels that bypass the modules).
     sequence_parallel: whether nothing outside the regions mixes tokens.
@@ -181,6 +182,7 @@ class Policy(_Strict):
     regions: dict[str, Region] = {}
     vocabulary: Vocabulary = Vocabulary()
     replicate: dict[str, str] = {}
+    whole_batch: str = ""
     refuse: dict[str, str] = {}
     not_with: dict[str, str] = {}
     sequence_parallel: bool = False

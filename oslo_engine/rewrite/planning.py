@@ -98,6 +98,13 @@ def _check_options(policy: Policy | None, config: Any, topology: Topology, seque
         raise PlanError(
             "no such split of experts", where="expert_split", expected=" or ".join(EXPERT_SPLITS), got=repr(expert_split)
         )
+    if policy is not None and policy.whole_batch and topology.pp > 1:
+        raise UnsupportedError(
+            "this architecture does not compute the same in micro-batches, so it cannot run in a pipeline",
+            where=policy.origin,
+            got=policy.whole_batch,
+            hint="use tp",
+        )
     if policy is not None and topology.tp > 1:
         _check_refusals(policy, config)
     if sequence_parallel and topology.tp > 1 and policy is not None and not policy.sequence_parallel:

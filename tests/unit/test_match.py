@@ -198,6 +198,13 @@ def test_what_a_policy_does_not_allow_is_refused(tmp_path: Any, words: str, opti
         plan_model(model, policy, Topology(tp=1))  # only tensor parallelism is refused
 
 
+def test_a_model_whose_rows_influence_one_another_is_refused_in_a_pipeline(tmp_path: Any) -> None:
+    model, policy = toy("InnerRow", tmp_path, "models: [toy]", "models: [toy]\nwhole_batch: they do")
+    with pytest.raises(OsloError, match=r"(?s)does not compute the same in micro-batches.*they do"):
+        plan_model(model, policy, Topology(pp=2), rank_of_stage=(0, 1))
+    assert plan_model(model, policy, Topology(tp=2)).plan.regions
+
+
 def test_a_fused_weight_with_parts_of_other_widths_is_cut_part_by_part(tmp_path: Any) -> None:
     model, policy = toy("PackedGroups", tmp_path)
     shard = match_policy(model, policy, 4).shards["layers.0.core.into.weight"]
