@@ -118,7 +118,7 @@ def make_policy(
         own = {unit: value for unit, value in one.units.items() if unit not in shared}
         regions[_fresh(_region_name(one.region), regions)] = one.region.model_copy(update={"units": own})
     base = Names(model).base
-    content = {
+    content: dict[str, Any] = {
         "name": name,
         "models": (model_type,),
         "stacks": {label: stack.pattern.removeprefix(base) for label, stack in stacks.items()},

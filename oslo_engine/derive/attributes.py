@@ -119,11 +119,11 @@ class Search:
                     and all(is_number(each) for each in value)
                     and any(each in told for each in value)
                 ):
-                    options = [
+                    each_said = [
                         self._options(f"{prefix}{name}", each, counts)[:1] if each in told else [str(each)] for each in value
                     ]
-                    if all(options):
-                        found[f"{prefix}{name}"] = [tuple(option[0] for option in options)]
+                    if all(each_said):
+                        found[f"{prefix}{name}"] = [tuple(options[0] for options in each_said)]
             config = getattr(module, "config", None)
             for name, value in vars(config).items() if config is not None else ():
                 if is_number(value) and value in told:

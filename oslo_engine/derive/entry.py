@@ -115,7 +115,7 @@ class _Paths:
         if x is None:
             return "the row is not reached"
         flat = [(name, tensor) for name, tensors in entered.items() for tensor in tensors]
-        parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        parameters: list[tuple[str, Tensor]] = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         leads = _reached(x, flat)
         leaks = _reached(output, flat)
         own = self.row.removeprefix(f"{scope}.") if self.row.startswith(f"{scope}.") else None
@@ -139,7 +139,7 @@ class _Paths:
         given = [("argument", tensor) for tensor in tensors_of(args_kwargs) if tensor.requires_grad]
         if _reached(x, given):
             return "activations reach the row on another way than through its columns"
-        parameters = [(name, p) for name, p in self.block.named_parameters() if p.requires_grad]
+        parameters: list[tuple[str, Tensor]] = [(name, p) for name, p in self.block.named_parameters() if p.requires_grad]
         owned = {*owners, self.row}
         between = [name for name in _reached(x, parameters) if name.rpartition(".")[0] not in owned]
         _, output = self._run()

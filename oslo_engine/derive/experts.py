@@ -22,7 +22,7 @@ from oslo_engine.derive.trial import Truth, give_attributes, match_one
 from oslo_engine.errors import OsloError, PlanError
 from oslo_engine.plan.plan import RegionPlan
 from oslo_engine.plan.units import FEATURE
-from oslo_engine.policy.schema import Experts, Region, Unit
+from oslo_engine.policy.schema import Cut, Experts, Region, Unit
 from oslo_engine.shards import Shard
 
 _TOLERANCE = 1e-4
@@ -108,9 +108,10 @@ def _as_usual(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """In the usual way of running experts, which knows no float64: those that run one after another in Python know no number
     past the last one."""
     for part in module.modules():
-        if hasattr(getattr(part, "config", None), "_experts_implementation"):
-            part.config = copy.copy(part.config)
-            part.config._experts_implementation = "grouped_mm"
+        config: Any = getattr(part, "config", None)
+        if hasattr(config, "_experts_implementation"):
+            part.config = copy.copy(config)
+            vars(part)["config"]._experts_implementation = "grouped_mm"
     module.float()
 
     def single(x: Any) -> Any:
@@ -147,7 +148,7 @@ class ExpertSearch:
         for size, cuts in self._ways():
             for once in self._subsets(self._left(cuts)):
                 for named, values in self._values(size):
-                    region, units = self._region(cuts, once, named, values)
+                    region, units = self._region(size, cuts, once, named, values)
                     if self._right(region, units):
                         return self._with_experts(region, units), units
         return why
@@ -206,7 +207,7 @@ class ExpertSearch:
                 yield True, {name: options[name] for name in names}
 
     def _region(
-        self, cuts: Mapping[str, tuple[int, list[str]]], once: Sequence[str], named: bool, values: Mapping[str, str]
+        self, size: int, cuts: Mapping[str, tuple[int, list[str]]], once: Sequence[str], named: bool, values: Mapping[str, str]
     ) -> tuple[Region, dict[str, Unit]]:
         def said(parts: list[str]) -> list[str]:
             return [part.replace(FEATURE, INNER) for part in parts] if named else parts
@@ -216,11 +217,10 @@ class ExpertSearch:
             at=self.weights.scope,
             leave="scope",
             inputs=self._inputs(),
-            cut={name: {"unit": said(parts), "dim": dim} for name, (dim, parts) in beside.items()},
+            cut={name: Cut(unit=tuple(said(parts)), dim=dim) for name, (dim, parts) in beside.items()},
             once=tuple(once),
-            set={name: [value] for name, value in values.items()},
+            set={name: (value,) for name, value in values.items()},
         )
-        size = next(shape[dim] // len(parts) for name, (dim, parts) in cuts.items() if (shape := self.weights.parameters[name]))
         names = names_of(self.model, [self.module], size) if named else []
         return region, {INNER: Unit(count=names[0] if names else str(size))} if named else {}
 
@@ -259,10 +259,10 @@ class ExpertSearch:
                         return both
         return region
 
-    def _values_by_expert(self) -> Iterator[dict[str, list[str]]]:
+    def _values_by_expert(self) -> Iterator[dict[str, tuple[str, ...]]]:
         """Attributes that count experts, and switches to turn on."""
         counts = [name for name, value in attributes_of(self.module) if value == self.weights.count]
         switches = [name for name, value in vars(self.module).items() if value is False and name != "training"]
         for switch in [None, *switches]:
             for names in self._subsets(counts[:3]):
-                yield {**{name: [EXPERT] for name in names}, **({switch: ["1"]} if switch else {})}
+                yield {**dict.fromkeys(names, (EXPERT,)), **({switch: ("1",)} if switch else {})}

@@ -42,11 +42,11 @@ def look_up(model: PreTrainedModel, anchor: nn.Module, name: str) -> int | None:
 
 def _candidates(model: PreTrainedModel, anchor: nn.Module) -> Iterator[str]:
     yield from (name for name, _ in attributes_of(anchor) if "." not in name)
-    configs = [model.config.get_text_config(), model.config]
+    configs: list[Any] = [model.config.get_text_config(), model.config]
     for config in configs:
         yield from getattr(config, "attribute_map", {})
-    for config in [*configs, getattr(anchor, "config", None)]:
-        yield from (name for name, value in vars(config).items() if is_number(value)) if config is not None else ()
+    for config in [*configs, *([anchor.config] if hasattr(anchor, "config") else [])]:
+        yield from (name for name, value in vars(config).items() if is_number(value))
     yield from (name for name, _ in attributes_of(anchor) if "." in name)
 
 

@@ -62,9 +62,10 @@ class Specimen:
             "labels": batch["labels"],
         }
         outputs = []
+        vocabulary: Any = self.model.get_input_embeddings().weight
         for shift in (0, 1):
             given[tokens] = ids.clone()
-            given[tokens][:, -1] = (given[tokens][:, -1] + shift) % self.model.get_input_embeddings().weight.shape[0]
+            given[tokens][:, -1] = (given[tokens][:, -1] + shift) % vocabulary.shape[0]
             with torch.no_grad():
                 outputs.append(self.model(**given).logits)
         first, second = outputs

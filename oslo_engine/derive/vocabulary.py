@@ -14,11 +14,12 @@ def find_vocabulary(model: PreTrainedModel) -> Vocabulary:
     names = Names(model)
     modules = names.modules
     embedding, head = _of(model.get_input_embeddings), _of(model.get_output_embeddings)
-    weights = {id(module.weight) for module in (embedding, head) if hasattr(module, "weight")}
+    weights = {id(module._parameters.get("weight")) for module in (embedding, head) if module is not None} - {id(None)}
     holders = {name: module for name, module in modules.items() if id(module._parameters.get("weight")) in weights}
     embeddings = [name for name, module in holders.items() if isinstance(module, nn.Embedding)]
     heads = [name for name, module in holders.items() if isinstance(module, nn.Linear)]
-    size = head.weight.shape[0] if head is not None and hasattr(head, "weight") else 0
+    matrix = head._parameters.get("weight") if head is not None else None
+    size = matrix.shape[0] if matrix is not None else 0
     parts = {path.rpartition(".")[0] for path in heads}
     biases = [
         f"{path}.{leaf}".lstrip(".")

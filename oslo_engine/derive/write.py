@@ -10,7 +10,7 @@ import yaml
 from oslo_engine.policy.schema import Argument, Cut, Policy, Region, Unit
 
 _WIDTH = 120
-_DEFAULTS = Region(columns={"a": "b"}, rows={"a": "b"})
+_DEFAULTS = Region(columns={"a": ("b",)}, rows={"a": ("b",)})
 
 
 def policy_text(policy: Policy, evidence: Mapping[str, str], notes: Sequence[str]) -> str:

@@ -235,7 +235,7 @@ def inner_row_parallel(module: nn.Module, axis: Axis) -> nn.Module:
 
 
 def _check_forward(module: nn.Module) -> None:
-    cls = original_class(module)
+    cls: Any = original_class(module)
     if cls.forward not in (nn.Linear.forward, Conv1D.forward):
         raise PlanError(
             "a row layer must be an ordinary Linear or Conv1D: this class has a forward of its own",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -63,7 +64,7 @@ class _Matcher:
     def run(self) -> Match:
         self._match_stacks()
         if self.tp > 1:
-            blocks = [block for stack in self.found.stacks.values() for block in stack]
+            blocks = self._blocks()
             for name in self.policy.regions:
                 self.found.regions += match_region(
                     self.names,
@@ -131,9 +132,10 @@ class _Matcher:
     # -- what is left
 
     def _match_replicated(self) -> None:
-        """Every matrix is cut, or held whole on purpose."""
+        """Every matrix of the blocks and of the vocabulary is cut, or held whole on purpose."""
         rules = {split_optional(pattern)[0]: pattern for pattern in self.policy.replicate}
         in_regions = {name for region in self.found.regions for name in (*region.once, *region.summed)}
+        watched = tuple(f"{name}." for name in (*self._blocks(), *self._vocabulary_modules()))
         used = set()
         forgotten: dict[str, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -143,7 +145,7 @@ class _Matcher:
             if rule is not None:
                 used.add(rule)
                 self.found.replicated[name] = self.policy.replicate[rules[rule]]
-            elif parameter.ndim > 1:
+            elif parameter.ndim > 1 and name.startswith(watched):
                 forgotten.setdefault(_without_numbers(name), []).append(name)
         for rule, pattern in rules.items():
             if rule not in used and not split_optional(pattern)[1]:
@@ -160,6 +162,17 @@ class _Matcher:
                     hint="cut them in a region, or say under `replicate` why each rank holds them whole",
                 )
             )
+
+    def _blocks(self) -> list[str]:
+        return [block for stack in self.found.stacks.values() for block in stack]
+
+    def _vocabulary_modules(self) -> list[str]:
+        """Names of the input embeddings and the output head, where the model says what they are."""
+        modules = []
+        with suppress(NotImplementedError):  # where a model has none of its own
+            modules.append(self.model.get_input_embeddings())
+        modules.append(self.model.get_output_embeddings())
+        return [name for name, module in self.names.modules.items() if any(module is each for each in modules)]
 
     def _check_ties(self) -> None:
         """Every name of a tied parameter must be cut, and alike: an uncut holder would compute with a slice."""

@@ -70,7 +70,7 @@ def test_outputs_and_gradients_equal_the_unsplit_ones(
         ("HeadsInBlocks", "blocks: 2", "blocks: 1"),
         ("BiasArgument", "repeated: true", "repeated: false"),
         ("Mixture", "once: [down_bias]", ""),
-        ("Mixture", "feature * 2", "feature"),
+        ("Mixture", "unit: feature * 2", "unit: [feature, feature]"),
         ("Mixture", "inputs: [x, weights]", "inputs: [x]"),
     ],
 )

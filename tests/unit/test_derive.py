@@ -11,9 +11,12 @@ from typer.testing import CliRunner
 from oslo_engine.checkpoint.skeleton import meta_model
 from oslo_engine.cli.main import main
 from oslo_engine.derive import Derived, derive
+from oslo_engine.derive.specimen import observe
+from oslo_engine.derive.trial import Truth, why_not
 from oslo_engine.plan.match import match_policy
 from oslo_engine.policy.loader import load_policy
 from oslo_engine.policy.registry import find_policy
+from oslo_engine.policy.schema import Region, Unit
 from oslo_engine.tiny.sizes import Sizes
 from oslo_engine.tiny.subject import find_subject
 
@@ -43,6 +46,18 @@ def test_numbers_are_named_and_attributes_follow_their_units() -> None:
     units = derived("llama").policy.units
     assert (units["q"].count, units["q"].per, units["kv"].count) == ("num_attention_heads", "kv", "num_key_value_heads")
     assert derived("gpt2").policy.regions["attn"].set == {"split_size": ("head * head_dim",)}
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [(["head", "head", "head"], None), (["head"], "other numbers")],
+    ids=["one after another", "each head together"],
+)
+def test_a_wrong_layout_of_the_right_sizes_brings_other_numbers_to_the_row(columns: list[str], problem: str | None) -> None:
+    small = find_subject("gpt2").shrunk(Sizes(), num_blocks=4)
+    region = Region(at="attn", columns={"c_attn": columns}, rows={"c_proj": ["head"]}, set={"split_size": ["head * head_dim"]})
+    wrong = why_not(Truth(observe(small), "transformer.h.0"), region, {"head": Unit(count="num_heads")}, 2)
+    assert wrong is None if problem is None else problem in str(wrong)
 
 
 def test_where_activations_enter() -> None:

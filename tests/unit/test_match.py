@@ -97,7 +97,7 @@ def test_a_model_without_a_head_matches_too() -> None:
         ({"regions__mlp__at": "ffn"}, "region 'mlp' matches no module"),
         ({"regions__mlp__columns": {"c_fc": "feature", "gate": "feature"}}, "rule 'gate' matches nothing"),
         ({"regions__mlp": {"at": "mlp", "columns": {"c_fc": "feature"}, "rows": {"x": "feature"}}}, "lacks rows"),
-        ({"replicate": {}}, r"says nothing about 1 parameters(?s:.*)wpe.weight"),
+        ({"regions": {}}, r"says nothing about 4 parameters(?s:.*)attn.c_attn.weight(?s:.*)mlp.c_proj.weight"),
         ({"replicate": {"wpe": "small", "wte": "cut"}}, "rule 'wte' matches no uncut parameter"),
         ({"regions__attention__columns": {"c_attn": ("head * 100", "head")}}, "no multiple of the number of items"),
         ({"regions__attention__columns": {"c_attn": ("feature", "head")}}, "beside features the other parts need a width"),

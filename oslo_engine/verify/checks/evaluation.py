@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ def _place(trial: Trial) -> Iterator[Row]:
 def _evaluate(trial: Trial) -> Iterator[Row]:
     # Without a cache, which nothing here goes on from: some models compute other numbers with one.
     takes_cache = "use_cache" in inspect.signature(trial.reference.forward).parameters
-    batch = {**trial.batch(trial.shapes[0]), **({"use_cache": False} if takes_cache else {})}
+    batch: dict[str, Any] = {**trial.batch(trial.shapes[0]), **({"use_cache": False} if takes_cache else {})}
     trial.reference.eval()
     trial.model.eval()
     with torch.no_grad():

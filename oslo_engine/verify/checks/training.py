@@ -127,7 +127,8 @@ def _rounding(trial: Trial, batch: Batch, limits: Limits) -> dict[str, float]:
     """How far the unsplit model's gradients of a batch in float32 are from those in float64."""
     exact, rounded = copy.deepcopy(trial.reference).double(), copy.deepcopy(trial.reference)
     for module in exact.modules():
-        if hasattr(config := getattr(module, "config", None), "_experts_implementation"):
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "eager"  # the others know no float64
     for model in (exact, rounded):
         model.zero_grad()
