@@ -69,15 +69,18 @@ class Verdict:
 def policy_faults(policy: Any, used: set[str]) -> Iterator[Fault]:
     """Args: used: names of the regions that the architecture has."""
     content = policy.model_dump(mode="json")
+    # What follows the ratio of heads to KV heads shows where ranks share a KV head.
+    shared = (("tp", 4),) if any(unit["per"] for unit in content["units"].values()) else (("tp", 2),)
     for name, region in content["regions"].items():
         if name in used:
             for kind, where, changed in region_faults(region):
-                yield from made(policy, kind, f"{name}: {where}", {"regions": {**content["regions"], name: changed}})
+                changes = {"regions": {**content["regions"], name: changed}}
+                yield from made(policy, kind, f"{name}: {where}", changes, shared if kind == "missing set" else (("tp", 2),))
     for unit, rule in content["units"].items():
         sharers = [one["count"] for one in content["units"].values() if one["per"] == unit]
         if sharers:
             units = {**content["units"], unit: {**rule, "count": sharers[0]}}
-            yield from made(policy, "wrong group size", unit, {"units": units})
+            yield from made(policy, "wrong group size", unit, {"units": units}, shared)
     vocabulary = content["vocabulary"]
     for kind, what in (("head not split by vocabulary", "heads"), ("dropped tie", "embeddings")):
         for module in vocabulary[what]:
@@ -108,14 +111,14 @@ def region_faults(region: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, 
             yield f"missing {kind}", entry, {**region, kind: [other for other in region[kind] if other != entry]}
 
 
-def made(policy: Any, kind: str, where: str, changes: dict[str, Any]) -> Iterator[Fault]:
+def made(policy: Any, kind: str, where: str, changes: dict[str, Any], settings: Any = (("tp", 2),)) -> Iterator[Fault]:
     """The fault, unless the schema refuses it. What is no longer cut counts as whole on purpose, or it would be too easy."""
     content = policy.model_dump(mode="json") | changes
     if kind.startswith(("replicate", "missing cut", "missing norms", "missing inner")):
         name = where.partition(": ")[2].removeprefix("maybe ")
         content["replicate"] = {**content["replicate"], f"maybe {name}": "fault"}
     try:
-        yield Fault(kind, where, type(policy)(**content, origin=policy.origin))
+        yield Fault(kind, where, type(policy)(**content, origin=policy.origin), settings=settings)
     except ValueError:
         return
 

@@ -10,6 +10,7 @@ import yaml
 from oslo_engine.policy.schema import Argument, Cut, Policy, Region, Unit
 
 _WIDTH = 120
+_LISTS = ("inputs", "sum", "once")  # always lists; other fields take a single text too
 _DEFAULTS = Region(columns={"a": ("b",)}, rows={"a": ("b",)})
 
 
@@ -62,7 +63,7 @@ def _content(region: Region) -> dict[str, Any]:
     for name in type(region).model_fields:
         value = getattr(region, name)
         if value != (() if name in ("columns", "rows") else getattr(_DEFAULTS, name)) and value != {}:
-            found[name] = _plain(value)
+            found[name] = list(value) if name in _LISTS else _plain(value)
     return found
 
 

@@ -98,11 +98,12 @@ def test_an_inner_row_of_a_state_space_block() -> None:
     assert {"A_log", "D", "conv1d.weight", "conv1d.bias"} <= set(region.cut)
 
 
-def test_the_text_is_the_policy(tmp_path: Path) -> None:
-    file = tmp_path / "t5.yaml"
-    file.write_text(derived("t5").yaml)
+@pytest.mark.parametrize("model_type", ["t5", "gpt_oss", "mamba"])
+def test_the_text_is_the_policy(model_type: str, tmp_path: Path) -> None:
+    file = tmp_path / f"{model_type}.yaml"
+    file.write_text(derived(model_type).yaml)
     read = load_policy(file, lambda name: tmp_path / name)
-    assert read.model_dump() == derived("t5").policy.model_dump()
+    assert read.model_dump() == derived(model_type).policy.model_dump()
 
 
 def test_the_command_writes_a_file(tmp_path: Path) -> None:
