@@ -20,7 +20,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, dot_natural_key
 
 from oslo_engine.checkpoint.safetensors_io import TensorSpec
-from oslo_engine.checkpoint.skeleton import META, transformers_class
+from oslo_engine.checkpoint.skeleton import META, meta_model, transformers_class
 from oslo_engine.checkpoint.tensors import TensorSource
 from oslo_engine.errors import CheckpointError
 
@@ -56,7 +56,7 @@ class Recipe:
             for name in names:
                 converter.add_tensor(self.first_name, name, pattern, cast(Any, tensors[name]))
         try:
-            made = converter.convert(self.first_name, model=model, config=model.config)
+            made = converter.convert(self.first_name, model=_unsplit(model), config=model.config)
         except Exception as error:
             raise CheckpointError(
                 "Transformers' conversion of these weights fails",
@@ -66,6 +66,16 @@ class Recipe:
             ) from error
         single = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
         return {_rename_all(name, self.renamings): value for name, value in single.items()}
+
+
+def _unsplit(model: PreTrainedModel) -> PreTrainedModel:
+    """A model whose parameters have their whole shapes, on meta: conversions look sizes up there."""
+    if "_oslo" not in model.__dict__:
+        return model
+    if "_oslo_unsplit" not in model.__dict__:
+        model.__dict__["_oslo_unsplit"] = meta_model(transformers_class(type(model)), model.config, model.dtype)
+    whole: PreTrainedModel = model.__dict__["_oslo_unsplit"]
+    return whole
 
 
 def recipes_for_loading(

@@ -24,7 +24,7 @@ from oslo_engine.tiny.subject import Subject
 
 __all__ = ["Derived", "derive"]
 
-_HEADS, _MOST_APART = 8, 4
+_HEADS, _MOST_APART = 8, 3
 # Eight heads show layouts in blocks of several heads; fewer KV heads than ranks show what follows their ratio.
 _SIZES = (Sizes(heads=_HEADS, kv_heads=2), Sizes(heads=_HEADS), Sizes())
 _OTHER_SIZES = (Sizes(heads=6, kv_heads=3), Sizes(heads=6))
@@ -81,7 +81,7 @@ def _derive(subject: Subject, specimens: Sequence[tuple[Specimen, bool]]) -> Der
     evidence = dict(zip(policy.regions, (one.told for one in regions), strict=True))
     said = [
         f"Derived from tiny models of {subject.name}: what entries each feature depends on, in {len(first.runs)} runs of other",
-        f"weights and lengths, and {len(specimens)} models on which each rank's part was tried alone with tp 2, 3 and 4.",
+        f"weights and lengths, and {len(specimens)} models on which each rank's part was tried alone with tp 2, 3 and (at one size) 4.",
         "A proposal until `oslo-engine verify` has run it.",
         *(f"Not decided: {note}" for note in notes),
     ]

@@ -79,7 +79,7 @@ class BlockSearch:
         truths = [
             (Truth(specimen, kind.block), first_size) for specimen, first_size in specimens if kind.block in specimen.runs[0]
         ]
-        self.cases = [Case(truth, tp, first_size) for truth, first_size in truths for tp in _TP]
+        self.cases = [Case(truth, tp, first) for truth, first in truths for tp in (_TP if first else _TP[:2])]
         self.truth = truths[0][0]
         with observed(self.modules) as calls:
             repeat(self.block, self.specimen.runs[0][kind.block])

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from transformers import cache_utils
 from transformers.cache_utils import Cache, EncoderDecoderCache
+
+_NO_CACHE: Any = getattr(cache_utils, "DummyLayer", ())  # of blocks that keep none, in newer Transformers
 
 
 def find_cache(values: Any) -> Cache | None:
@@ -46,7 +49,7 @@ def feed_ghost(block: nn.Module, hidden: Tensor, cache: Cache) -> None:
     kept = cache.layers[layer] if layer < len(cache.layers) else None
     if hasattr(kept, "update_conv_state"):
         _feed_states(kept, hidden)
-    if kept is None or hasattr(kept, "update"):
+    if (kept is None or hasattr(kept, "update")) and not isinstance(kept, _NO_CACHE):
         cache.update(ghost, ghost, layer)
 
 
