@@ -81,7 +81,7 @@ def _derive(subject: Subject, specimens: Sequence[tuple[Specimen, bool]]) -> Der
     evidence = dict(zip(policy.regions, (one.told for one in regions), strict=True))
     said = [
         f"Derived from tiny models of {subject.name}: what entries each feature depends on, in {len(first.runs)} runs of other",
-        f"weights and lengths, and {len(specimens)} models each rank's part of which was tried alone (tp 2 and 3, at one size 4).",
+        f"weights and lengths, and {len(specimens)} models on which each rank's part was tried alone (tp 2, 3; at one size 4).",
         "A proposal until `oslo-engine verify` has run it.",
         *(f"Not decided: {note}" for note in notes),
     ]
