@@ -78,6 +78,7 @@ def _load(trial: Trial, folder: Any, tp: int, pp: int) -> Any:
         folder,
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,
+        micro_batch_size=settings.micro_batch_size,
         policy=settings.policy,
         schedule=settings.schedule if pp > 1 else "1f1b",
         expert_split=settings.expert_split,
