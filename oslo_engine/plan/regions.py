@@ -13,7 +13,7 @@ from oslo_engine.errors import PolicyError
 from oslo_engine.plan.names import Faults, Names, split_optional
 from oslo_engine.plan.plan import ArgumentPlan, ExpertsPlan, NormPlan, RegionPlan
 from oslo_engine.plan.units import FEATURE, Units
-from oslo_engine.policy.schema import Experts, Policy, Region
+from oslo_engine.policy.schema import Experts, Policy, Region, Unit
 from oslo_engine.shards import Shard, packed_shard
 
 EXPERT = "expert"
@@ -128,7 +128,7 @@ class _Place:
         parameters = [full for pattern in experts.parameters for full in self.names.parameters(f"{self.anchor}.{pattern}")]
         if not parameters:
             return None
-        self.units.units = {**self.units.units, EXPERT: _expert_unit(experts)}
+        self.units.units = {**self.units.units, EXPERT: Unit(count=experts.count)}
         self.units.wheres = {**self.units.wheres, EXPERT: where}
         for full in parameters:
             self.claim(full, self.units.shard(self._shape(full), 0, (EXPERT,), where), where)
@@ -267,12 +267,6 @@ def _holders(shard: Shard) -> tuple[tuple[tuple[int, int], ...], ...]:
     """For each rank, (entries, ranks that hold them) of its spans."""
     counts = Counter(span for spans in shard.spans for span in spans)
     return tuple(tuple((span[1] - span[0], counts[span]) for span in spans) for spans in shard.spans)
-
-
-def _expert_unit(experts: Experts) -> Any:
-    from oslo_engine.policy.schema import Unit
-
-    return Unit(count=experts.count)
 
 
 def _singly(parts: tuple[str, ...]) -> bool:

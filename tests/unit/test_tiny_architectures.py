@@ -20,14 +20,14 @@ MOST_PARAMETERS = 2_000_000
 # What cannot be built or run from token ids alone, and why.
 IMPOSSIBLE = {
     "gemma3n": "its vision tower is a wrapper of the package timm",
-    "gemma4_assistant": "its class refuses its own default config; reads the keys and values of another model",
-    "gemma4_unified_assistant": "reads the keys and values of another model",
+    "gemma4_assistant": "its class refuses its own default config",
+    "gemma4_unified_assistant": "the number of layers that share keys and values is not made small yet",
     "voxtral_realtime": "needs sound of the length of its text",
 }
 # What has a generate that does not continue a text.
 NO_TEXT = {
-    "musicgen": "generates sound codes, without padding",
-    "musicgen_melody": "generates sound codes, without padding",
+    "musicgen": "its generate stops with an error on this padded text, unsplit too",
+    "musicgen_melody": "its generate stops with an error on this padded text, unsplit too",
 }
 # One of each kind: fused and split projections, grouped and latent attention, experts, states, hybrids, encoders, composites.
 SAMPLE = [
