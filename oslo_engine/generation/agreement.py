@@ -21,7 +21,7 @@ from oslo_engine.errors import UnsupportedError
 
 
 def refuse_what_ranks_cannot_agree_on(model: Any, kwargs: Mapping[str, Any], *, pipeline: bool) -> None:
-    """Ways to generate in which tokens are chosen past the logits processors, or logits are returned that few ranks have.
+    """Ways to generate in which tokens are chosen past the logits processors, or something is returned that few ranks have.
 
     Raises:
         UnsupportedError: one of them is asked for.
@@ -34,6 +34,12 @@ def refuse_what_ranks_cannot_agree_on(model: Any, kwargs: Mapping[str, Any], *, 
     for name in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"):
         if asked(name) is not None:
             raise UnsupportedError("a split model does not run assisted generation", got=name, hint="leave it out")
+    if pipeline and not model._supports_default_dynamic_cache() and asked("use_cache") is not False:
+        raise UnsupportedError(
+            "a pipeline cannot continue from the state that this class keeps between tokens",
+            where=type(model).__name__,
+            hint="pass use_cache=False: every step then computes the whole text anew",
+        )
     if pipeline and asked("output_logits"):
         raise UnsupportedError(
             "raw logits do not travel through a pipeline",

@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache
 
 from oslo_engine.comm.collectives import Axis
 from oslo_engine.errors import UnsupportedError
-from oslo_engine.pipeline.ghost_cache import find_cache
 from oslo_engine.pipeline.micro_batch import MicroBatch, split_batch, weigh_by_labels
+from oslo_engine.rewrite.cache_calls import find_cache
 
 if TYPE_CHECKING:
     from oslo_engine.pipeline.model_program import ModelProgram
@@ -42,6 +42,7 @@ def evaluate(program: ModelProgram, module: nn.Module, kwargs: Mapping[str, Any]
     Communication: values between stages; the outputs from the last stage's rank to the other pp ranks.
     """
     given = {name: value for name, value in kwargs.items() if value is not None}
+    given = program.with_own_cache(module, given)
     cache = find_cache(given)
     if cache is None:
         if given.get("use_cache") and not program.decoding:

@@ -13,52 +13,36 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
-from transformers import cache_utils
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from torch import Tensor
+from transformers.cache_utils import Cache
 
-_NO_CACHE: Any = getattr(cache_utils, "DummyLayer", ())  # of blocks that keep none, in newer Transformers
+from oslo_engine.rewrite.cache_calls import CacheCall, Ghost
 
 
-def find_cache(values: Any) -> Cache | None:
-    """The cache among the arguments of a call, if any."""
-    leaves = pytree.tree_leaves(values, is_leaf=lambda leaf: isinstance(leaf, Cache))
-    return next((leaf for leaf in leaves if isinstance(leaf, Cache)), None)
-
-
-def feed_ghost(block: nn.Module, hidden: Tensor, cache: Cache) -> None:
-    """Do to the cache what the block would have done, with keys and values that hold nothing.
+def feed_ghosts(calls: Sequence[CacheCall], hidden: Tensor, cache: Cache) -> None:
+    """Do to the cache what a block would have done, with keys, values and states that hold nothing.
 
     Args:
-        block: the block that does not run here.
-        hidden: its input, [batch, new tokens, hidden].
+        calls: what the block did when it was recorded.
+        hidden: its input: its first tensor argument.
         cache: changed in place.
     """
-    numbers = (getattr(module, "layer_idx", None) for module in block.modules())
-    layer: int | None = next((number for number in numbers if isinstance(number, int)), None)
-    if layer is None:
-        return
-    ghost = torch.zeros(hidden.shape[0], 1, hidden.shape[1], 1, dtype=hidden.dtype, device=hidden.device)
-    if isinstance(cache, EncoderDecoderCache):
-        if not cache.is_updated.get(layer):
-            # Lengths of the cross attention's cache are read by the blocks that fill it, which run elsewhere.
-            cache.cross_attention_cache.update(ghost, ghost, layer)
-            cache.is_updated[layer] = True
-        cache = cache.self_attention_cache
-    kept = cache.layers[layer] if layer < len(cache.layers) else None
-    if hasattr(kept, "update_conv_state"):
-        _feed_states(kept, hidden)
-    if (kept is None or hasattr(kept, "update")) and not isinstance(kept, _NO_CACHE):
-        cache.update(ghost, ghost, layer)
-
-
-def _feed_states(layer: Any, hidden: Tensor) -> None:
-    """A convolution's state and a recurrent one (linear attention, state spaces), of one channel; they have no length."""
-    ghost = torch.zeros(hidden.shape[0], 1, hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
-    for state in range(layer.number_of_states):
-        layer.update_conv_state(ghost, state_idx=state, conv_kernel_size=1)
-        layer.update_recurrent_state(ghost[..., 0], state_idx=state)
+    for call in calls:
+        holder: Any = getattr(cache, call.part) if call.part else cache
+        arguments = dict(call.arguments)
+        layer = arguments.get("layer_idx", call.layer)
+        if call.part == "cross_attention_cache":
+            # Filled once; its lengths are read by the blocks that fill it, which run elsewhere.
+            filled: dict[int, bool] = cache.is_updated  # type: ignore[attr-defined]
+            if filled.get(layer):
+                continue
+            filled[layer] = True
+        if call.layer is not None:
+            holder = holder.layers[call.layer]
+        for name, value in arguments.items():
+            if isinstance(value, Ghost):
+                arguments[name] = torch.zeros(value.shape(hidden), dtype=hidden.dtype, device=hidden.device)
+        getattr(holder, call.method)(**arguments)
 
 
 _MIRRORED = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices", "reset")

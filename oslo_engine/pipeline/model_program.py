@@ -12,17 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from oslo_engine.comm.collectives import all_reduce_together
 from oslo_engine.comm.mesh import Mesh
 from oslo_engine.comm.p2p import PipelineLinks
 from oslo_engine.errors import PlanError, UnsupportedError
 from oslo_engine.pipeline.evaluation import evaluate
-from oslo_engine.pipeline.ghost_cache import caches_of_stages, find_cache
+from oslo_engine.pipeline.ghost_cache import caches_of_stages
 from oslo_engine.pipeline.loop import PipelineLoop, open_loop, train_step
 from oslo_engine.pipeline.micro_batch import MicroBatch, split_batch, weigh_by_labels
 from oslo_engine.pipeline.runtime import PipelineRuntime
 from oslo_engine.pipeline.stage import StageDone, StageRun
+from oslo_engine.rewrite.cache_calls import find_cache
 from oslo_engine.rewrite.dataflow import DataFlow
 from oslo_engine.rewrite.flows import FlowBook
 from oslo_engine.rewrite.state import ParallelState
@@ -124,12 +126,23 @@ class ModelProgram:
         Raises:
             UnsupportedError: it needs parameters that this layout did not give to the stages.
         """
-        root = "" if module is self.model else next(name for name, m in self.model.named_modules() if m is module)
-        flow = self.flows.flow(kwargs, training=self.model.training, root=root)
+        flow = self._flow(module, kwargs)
         self._check_held(flow)
         if self.model.training:
             self.state.streams.next_step()
         return [replace(micro, context=_Call(module, flow, self.state.streams.step)) for micro in micros]
+
+    def with_own_cache(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Where the model would wrap a cache in its forward, which most stages end early: do it before."""
+        cache = find_cache(kwargs)
+        if cache is None or not self._flow(module, kwargs).wraps_cache:
+            return kwargs
+        second = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        return {name: EncoderDecoderCache(cache, second) if value is cache else value for name, value in kwargs.items()}
+
+    def _flow(self, module: nn.Module, kwargs: Mapping[str, Any]) -> DataFlow:
+        root = "" if module is self.model else next(name for name, m in self.model.named_modules() if m is module)
+        return self.flows.flow(kwargs, training=self.model.training, root=root)
 
     def _training_batch(self, batch: Mapping[str, Any]) -> list[MicroBatch]:
         self.runtime.refuse_open_loop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from oslo_engine.comm.random import RandomStreams
 from oslo_engine.errors import PipelineError
-from oslo_engine.pipeline.ghost_cache import feed_ghost, find_cache
+from oslo_engine.pipeline.ghost_cache import feed_ghosts
+from oslo_engine.rewrite.cache_calls import find_cache, first_tensor
 from oslo_engine.rewrite.dataflow import Call, DataFlow, Value
 from oslo_engine.rewrite.structure import Path, Structure, TensorSlot, arguments_of, at, rebuild
 
@@ -73,7 +74,7 @@ class StageRun:
             return output
         if owner > self.stage:  # this stage has no block in this call of the model
             self._end(number, args, kwargs)
-        self._feed_ghosts([name], args, kwargs)
+        self._feed_ghosts([number], args, kwargs)
         return self._answer(number, args, kwargs)
 
     @property
@@ -111,19 +112,19 @@ class StageRun:
                 self.values[value] = at(arguments_of(args, kwargs) if value.written else output, value.path)
 
     def _end(self, next_call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._feed_ghosts([call.block for call in self.flow.calls[next_call:]], args, kwargs)
+        self._feed_ghosts(range(next_call, len(self.flow.calls)), args, kwargs)
         raise StageDone
 
-    def _feed_ghosts(self, blocks: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _feed_ghosts(self, numbers: Iterable[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the layers of a cache that belong to blocks of other stages in step with the others."""
         cache = find_cache((args, kwargs))
         if cache is not None:
-            for block in blocks:
-                feed_ghost(self.model.get_submodule(block), _first_tensor(args, kwargs), cache)
+            for number in numbers:
+                feed_ghosts(self.flow.cached[number], first_tensor((args, kwargs)), cache)
 
     def _answer(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a block of an earlier stage would have returned, and written into its arguments."""
-        arguments, like = arguments_of(args, kwargs), _first_tensor(args, kwargs)
+        arguments, like = arguments_of(args, kwargs), first_tensor((args, kwargs))
 
         def build(structure: Structure, prefix: Path = (), written: bool = False) -> Any:
             def tensor_at(path: Path, slot: TensorSlot) -> Tensor:
@@ -149,7 +150,3 @@ def _zeros(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], devic
     with torch.no_grad():
         output = twin(*on_meta[0], **on_meta[1])
     return pytree.tree_map_only(Tensor, lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=device), output)
-
-
-def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))

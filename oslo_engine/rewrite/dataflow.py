@@ -22,6 +22,7 @@ from typing import Any
 from torch import fx
 
 from oslo_engine.errors import PlanError
+from oslo_engine.rewrite.cache_calls import CacheCall
 from oslo_engine.rewrite.record import BlockCall, Recording, Span, WrittenKey
 from oslo_engine.rewrite.structure import Path, Structure, Written
 
@@ -77,6 +78,7 @@ class DataFlow:
         stage_of_call: the stage that runs it.
         outputs: structure of what each call returns, to build stand-ins.
         written: per call, what it puts into dicts and lists among its arguments; a stand-in does the same.
+        cached: per call, what it writes into a cache; a stand-in does the same.
         carried: per stage, the values it receives from the stage before, sorted. Values for later stages are among them.
         blocks_of_stage: per stage, the blocks it calls.
         live_parameters: per stage, names of parameters outside its blocks that it reads, with all their aliases.
@@ -85,6 +87,7 @@ class DataFlow:
             a call may be answered with one expanded zero. A module is dead or alive as a whole: if one of its calls is
             needed its parameters are there, so the others can run too.
         random_in_several_stages: draws that must agree between stages.
+        wraps_cache: see ``Recording``.
     """
 
     num_stages: int
@@ -92,12 +95,14 @@ class DataFlow:
     stage_of_call: tuple[int, ...]
     outputs: tuple[Structure, ...]
     written: tuple[tuple[Written, ...], ...]
+    cached: tuple[tuple[CacheCall, ...], ...]
     carried: tuple[tuple[Value, ...], ...]
     blocks_of_stage: tuple[tuple[str, ...], ...]
     live_parameters: tuple[tuple[str, ...], ...]
     live_buffers: tuple[tuple[str, ...], ...]
     dead_modules: tuple[tuple[str, ...], ...]
     random_in_several_stages: tuple[SharedRandom, ...]
+    wraps_cache: bool
 
     def to_json(self) -> dict[str, Any]:
         """As nested dicts, lists, strings and numbers."""
@@ -152,12 +157,14 @@ def analyze(recording: Recording, stage_of_call: Sequence[int], num_stages: int)
         stage_of_call=tuple(stage_of_call),
         outputs=tuple(call.output for call in recording.calls),
         written=tuple(call.written for call in recording.calls),
+        cached=tuple(call.cached for call in recording.calls),
         carried=tuple(tuple(sorted(values, key=_in_order)) for values in received),
         blocks_of_stage=tuple(tuple(dict.fromkeys(call.name for call in stage.own_calls)) for stage in stages),
         live_parameters=tuple(stage.names_read(buffers=False) for stage in stages),
         live_buffers=tuple(stage.names_read(buffers=True) for stage in stages),
         dead_modules=tuple(stage.dead_modules for stage in stages),
         random_in_several_stages=tuple(_shared_random(recording, stages)),
+        wraps_cache=recording.wraps_cache,
     )
 
 

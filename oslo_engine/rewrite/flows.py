@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from oslo_engine.errors import PlanError
 from oslo_engine.rewrite.dataflow import DataFlow, analyze
@@ -93,7 +93,7 @@ class FlowBook:
         signature = (root, training, *sorted((name, _kind(value)) for name, value in inputs.items() if value is not None))
         if signature not in self._flows:
             self.twin.train(training)
-            self._flows[signature] = self._analyze(record(self.twin, self.blocks, small_inputs(inputs), root=root))
+            self._flows[signature] = self._analyze(record(self.twin, self.blocks, small_inputs(self.twin, inputs), root=root))
         return self._flows[signature]
 
     def _record_usual_calls(self) -> list[Recording]:
@@ -119,8 +119,8 @@ class FlowBook:
         return analyze(recording, stages, self._num_stages)
 
 
-def small_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the same kind for a batch of 2 x 8 tokens; a cache is left to the model to create."""
+def small_inputs(twin: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the same kind for a batch of 2 x 8 tokens, a cache being empty."""
     small: dict[str, Any] = {}
     ids = inputs.get("input_ids")
     length = ids.shape[1] if isinstance(ids, Tensor) and ids.ndim == 2 else None
@@ -128,15 +128,28 @@ def small_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if isinstance(value, Cache):
-            small["use_cache"] = True
+            small |= {"use_cache": True, name: _empty_cache(twin, value)}
         else:
             small[name] = pytree.tree_map_only(Tensor, functools.partial(_small, name, length), value)
     small.setdefault("use_cache", False)
     return small
 
 
+def _empty_cache(twin: PreTrainedModel, cache: Cache) -> Cache | None:
+    """One such as ``generate`` makes; None, to be made by the model, where that makes none."""
+    if not twin._supports_default_dynamic_cache():
+        return None
+    config = twin.config.get_text_config(decoder=True)
+    if isinstance(cache, EncoderDecoderCache):
+        return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+    return DynamicCache(config=config)
+
+
 def _small(name: str, length: int | None, tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu()
+    if "position" in name and tensor.ndim and not tensor.is_floating_point():
+        rows = tensor[..., :1] if tensor.shape[0] == 1 else _resized(tensor[..., :1], -2 if tensor.ndim > 1 else 0, _ROWS)
+        return torch.arange(_LENGTH).expand(*rows.shape[:-1], _LENGTH)
     if tensor.ndim and tensor.shape[0] != 1:
         tensor = _resized(tensor, 0, _ROWS)
     sequence = name.endswith(("_ids", "_mask", "_embeds", "_outputs")) or (name == "labels" and not tensor.is_floating_point())

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, fx, nn
 
 from oslo_engine.errors import PlanError
+from oslo_engine.rewrite.cache_calls import CacheCall, find_cache, watched, wraps
 from oslo_engine.rewrite.effects import Effects
 from oslo_engine.rewrite.meta_weights import MetaWeights, tensors_in, without_weights
 from oslo_engine.rewrite.replay import Replay
@@ -42,6 +43,7 @@ class BlockCall:
         output: structure of what it returned.
         written: what it put into dicts and lists among its arguments.
         outside_reads: parameters and buffers it read that do not belong to it.
+        cached: what it wrote into a cache among its arguments.
     """
 
     name: str
@@ -50,6 +52,7 @@ class BlockCall:
     output: Structure
     written: tuple[Written, ...]
     outside_reads: tuple[str, ...]
+    cached: tuple[CacheCall, ...]
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class Recording:
         aliases: name of each parameter and buffer in the graph -> all its names (ties).
         buffers: the names in ``aliases`` that are buffers.
         hidden_flows: (i, j): block call j reads a value that call i kept to itself.
+        wraps_cache: whether the model put the cache that it was given into an ``EncoderDecoderCache`` and returned that.
     """
 
     graph: fx.Graph
@@ -101,6 +105,7 @@ class Recording:
     aliases: Mapping[str, tuple[str, ...]]
     buffers: frozenset[str]
     hidden_flows: tuple[tuple[int, int], ...]
+    wraps_cache: bool
 
     @property
     def random(self) -> tuple[fx.Node, ...]:
@@ -183,6 +188,7 @@ class _Recorder:
             aliases=self._aliases,
             buffers=self._buffers,
             hidden_flows=tuple(sorted(tape.hidden_flows)),
+            wraps_cache=wraps(find_cache(output), find_cache(inputs)),
         )
 
     def _call_outside(self, name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -214,6 +220,7 @@ class _Recorder:
             return forward(*args, **kwargs)
         arguments = arguments_of(args, kwargs)
         node = tape.enter_block(name, arguments)
+        cached: list[CacheCall] = []
         try:
             signature = self._replay.signature(name, arguments)
             if signature in self._replay.answers:
@@ -221,7 +228,8 @@ class _Recorder:
                 written: tuple[Written, ...] = ()
             else:
                 effects = Effects(arguments)
-                output = forward(*args, **kwargs)
+                with watched(arguments) as cached:
+                    output = forward(*args, **kwargs)
                 structure, written = _described(name, effects, output)
                 reads = tuple(sorted(read for read in tape.names_read if not _belongs(self._aliases[read], name)))
                 if effects.changed_tensors():
@@ -231,7 +239,7 @@ class _Recorder:
             self._bind_results(node, output, structure, arguments, written)
         finally:
             tape.leave_block()
-        self._calls.append(BlockCall(name, self._counts[name], node, structure, written, reads))
+        self._calls.append(BlockCall(name, self._counts[name], node, structure, written, reads, tuple(cached)))
         self._counts[name] += 1
         return output
 
