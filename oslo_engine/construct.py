@@ -299,12 +299,13 @@ def _common_random_state(mesh: Mesh, seed: int | None) -> Iterator[None]:
 def _tell(report: LoadReport, folder: Path, model: nn.Module) -> None:
     if report.unexpected:
         logger.warning("%s: not used by %s: %s", folder, type(model).__name__, ", ".join(sorted(report.unexpected)))
-    if report.uninitialized:
+    made_by_class = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    if uninitialized := sorted(set(report.uninitialized) - made_by_class):
         logger.warning(
             "%s: newly initialised in %s, train it before use: %s",
             folder,
             type(model).__name__,
-            ", ".join(sorted(report.uninitialized)),
+            ", ".join(uninitialized),
         )
 
 

@@ -30,7 +30,7 @@ def feed_ghosts(calls: Sequence[CacheCall], hidden: Tensor, cache: Cache) -> Non
     for call in calls:
         holder: Any = getattr(cache, call.part) if call.part else cache
         arguments = dict(call.arguments)
-        layer = arguments.get("layer_idx", call.layer)
+        layer: Any = arguments.get("layer_idx", call.layer)
         if call.part == "cross_attention_cache":
             # Filled once; its lengths are read by the blocks that fill it, which run elsewhere.
             filled: dict[int, bool] = cache.is_updated  # type: ignore[attr-defined]

@@ -162,8 +162,8 @@ class ModelProgram:
             )
 
     def _check_held(self, flow: DataFlow) -> None:
-        for stage in self.state.plan.stages_of(self.state.mesh.at.pp_rank):
-            for name in flow.live_parameters[stage]:
+        for stage, names in enumerate(flow.live_parameters):  # of all stages: every rank says the same
+            for name in names:
                 tensor = self.state.plan.tensor(name)
                 if stage not in tensor.stages:
                     raise UnsupportedError(

@@ -67,10 +67,27 @@ def apply_plan(
         for _, blocks in plan.stacks:
             for block in blocks:
                 sequence_block(model.get_submodule(block), mesh.tp, streams, first=block == blocks[0], last=block == blocks[-1])
+    for module in model.modules():
+        if module is not model and isinstance(module, PreTrainedModel) and not any(True for _ in module.parameters()):
+            specialize(module, _Elsewhere, _oslo_device=mesh.device)
     state = ParallelState(plan, mesh, streams, switch)
     model.__class__ = parallel_class
     model.__dict__["_oslo"] = state
     return state
+
+
+class _Elsewhere:
+    """A model within the model whose parameters other ranks hold: code asks such for its device and type."""
+
+    _oslo_device: torch.device
+
+    @property
+    def device(self) -> torch.device:
+        return self._oslo_device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.config.dtype or torch.get_default_dtype()  # type: ignore[attr-defined, no-any-return]
 
 
 def _once(model: nn.Module, named: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[nn.Module, tuple[int, ...]]]:

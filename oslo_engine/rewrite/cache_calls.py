@@ -84,6 +84,10 @@ class CacheCall:
     method: str
     arguments: tuple[tuple[str, Any], ...]
 
+    def to_json(self) -> dict[str, Any]:
+        arguments = {name: repr(value) if isinstance(value, Ghost) else value for name, value in self.arguments}
+        return {"part": self.part, "layer": self.layer, "method": self.method, "arguments": arguments}
+
 
 def find_cache(values: Any) -> Cache | None:
     """The cache among the arguments of a call, if any."""

@@ -112,6 +112,7 @@ class DataFlow:
             "stage_of_call": list(self.stage_of_call),
             "outputs": [structure.to_json() for structure in self.outputs],
             "written": [[entry.to_json() for entry in entries] for entries in self.written],
+            "cached": [[call.to_json() for call in calls] for calls in self.cached],
             "carried": [
                 [{"call": value.call, "path": list(value.path), "written": value.written} for value in values]
                 for values in self.carried
@@ -124,6 +125,7 @@ class DataFlow:
                 {"module": r.module, "nth": r.nth, "op": r.op, "index": r.index, "stages": list(r.stages)}
                 for r in self.random_in_several_stages
             ],
+            "wraps_cache": self.wraps_cache,
         }
 
 

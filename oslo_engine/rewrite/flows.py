@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from oslo_engine.errors import PlanError
+from oslo_engine.errors import OsloError, PlanError
 from oslo_engine.rewrite.dataflow import DataFlow, analyze
 from oslo_engine.rewrite.meta_weights import without_weights
 from oslo_engine.rewrite.record import Recording, record
@@ -93,8 +93,16 @@ class FlowBook:
         signature = (root, training, *sorted((name, _kind(value)) for name, value in inputs.items() if value is not None))
         if signature not in self._flows:
             self.twin.train(training)
-            self._flows[signature] = self._analyze(record(self.twin, self.blocks, small_inputs(self.twin, inputs), root=root))
+            self._flows[signature] = self._analyze(self._record(inputs, root))
         return self._flows[signature]
+
+    def _record(self, inputs: Mapping[str, Any], root: str) -> Recording:
+        try:
+            return record(self.twin, self.blocks, small_inputs(self.twin, inputs, root), root=root)
+        except OsloError:
+            raise
+        except Exception:  # whatever a model's own code raises that takes texts of one length only
+            return record(self.twin, self.blocks, small_inputs(self.twin, inputs, root, shorten=False), root=root)
 
     def _record_usual_calls(self) -> list[Recording]:
         self.twin.train()
@@ -119,8 +127,8 @@ class FlowBook:
         return analyze(recording, stages, self._num_stages)
 
 
-def small_inputs(twin: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the same kind for a batch of 2 x 8 tokens, a cache being empty."""
+def small_inputs(twin: PreTrainedModel, inputs: Mapping[str, Any], root: str = "", *, shorten: bool = True) -> dict[str, Any]:
+    """Arguments of the same kind for a batch of 2 x 8 tokens (or of the given rows and length), a cache being empty."""
     small: dict[str, Any] = {}
     ids = inputs.get("input_ids")
     length = ids.shape[1] if isinstance(ids, Tensor) and ids.ndim == 2 else None
@@ -130,14 +138,16 @@ def small_inputs(twin: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, 
         if isinstance(value, Cache):
             small |= {"use_cache": True, name: _empty_cache(twin, value)}
         else:
-            small[name] = pytree.tree_map_only(Tensor, functools.partial(_small, name, length), value)
-    small.setdefault("use_cache", False)
+            change = functools.partial(_small, name, length) if shorten else _on_cpu
+            small[name] = pytree.tree_map_only(Tensor, change, value)
+    if not root:
+        small.setdefault("use_cache", False)
     return small
 
 
 def _empty_cache(twin: PreTrainedModel, cache: Cache) -> Cache | None:
     """One such as ``generate`` makes; None, to be made by the model, where that makes none."""
-    if not twin._supports_default_dynamic_cache():
+    if not twin._supports_default_dynamic_cache():  # type: ignore[operator]
         return None
     config = twin.config.get_text_config(decoder=True)
     if isinstance(cache, EncoderDecoderCache):
@@ -145,8 +155,12 @@ def _empty_cache(twin: PreTrainedModel, cache: Cache) -> Cache | None:
     return DynamicCache(config=config)
 
 
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()
+
+
 def _small(name: str, length: int | None, tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().cpu()
+    tensor = _on_cpu(tensor)
     if "position" in name and tensor.ndim and not tensor.is_floating_point():
         rows = tensor[..., :1] if tensor.shape[0] == 1 else _resized(tensor[..., :1], -2 if tensor.ndim > 1 else 0, _ROWS)
         return torch.arange(_LENGTH).expand(*rows.shape[:-1], _LENGTH)

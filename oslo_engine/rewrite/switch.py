@@ -1,8 +1,8 @@
 """Modules whose calls a pipeline stage may answer in their place.
 
 While no stage runs, a switchable module is what it was. While one runs, its calls are handed to ``switch.current``, which runs
-it, answers for it, or ends the forward. ``__call__`` is replaced, not ``forward``: activation checkpointing enters ``forward``
-again.
+it, answers for it, or ends the forward. A call is what comes from outside, by ``module(...)`` or, in some models, by
+``module.forward(...)``: not the ``forward`` within a ``__call__``, nor that of activation checkpointing, which no stage runs.
 """
 
 from __future__ import annotations
@@ -45,11 +45,27 @@ class Switch:
 class _Switchable:
     _oslo_switch: Switch
     _oslo_name: str
+    _oslo_runs = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._oslo_answer(super().__call__, args, kwargs)  # type: ignore[misc]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._oslo_answer(super().forward, args, kwargs)  # type: ignore[misc]
+
+    def _oslo_answer(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handler = self._oslo_switch.current
-        run = lambda: super(_Switchable, self).__call__(*args, **kwargs)  # type: ignore[misc]  # noqa: E731
-        return run() if handler is None else handler(self._oslo_name, self, run, args, kwargs)  # type: ignore[arg-type]
+        if handler is None or self._oslo_runs:
+            return own(*args, **kwargs)
+
+        def run() -> Any:
+            self._oslo_runs = True
+            try:
+                return own(*args, **kwargs)
+            finally:
+                self._oslo_runs = False
+
+        return handler(self._oslo_name, self, run, args, kwargs)  # type: ignore[arg-type]
 
 
 def make_switchable(module: nn.Module, name: str, switch: Switch) -> nn.Module:

@@ -16,10 +16,18 @@ _HALF_WIDTH = math.sqrt(3.0)  # of the uniform distribution with variance 1: bou
 
 
 def fill(model: nn.Module, seed: int) -> None:
-    """Overwrite every parameter, in place; a tied one by its first name."""
-    for name, parameter in model.named_parameters():
-        with torch.no_grad():
-            parameter.copy_(values(name, tuple(parameter.shape), seed))
+    """Overwrite every parameter, in place; a tied one by its first name.
+
+    What a class does not save, since its initialisation makes it (sinusoids), is initialised.
+    """
+    fixed = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in fixed:
+                parameter._is_hf_initialized = False  # type: ignore[attr-defined]
+                model._init_weights(model.get_submodule(name.rpartition(".")[0]))  # type: ignore[operator]
+            else:
+                parameter.copy_(values(name, tuple(parameter.shape), seed))
 
 
 def values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:

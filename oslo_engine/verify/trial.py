@@ -87,6 +87,8 @@ def build_trial(subject: Subject, settings: Settings, tied: bool | None, folder:
     # Eager attention calls dropout where it can be seen; fused kernels draw their masks inside.
     attention = {"attn_implementation": "eager"} if settings.dropout else {}
     reference = subject.build(_construct, dtype=getattr(torch, settings.dtype), **attention)
+    if settings.dtype == "float64":
+        use_eager_experts(reference)
     fill(reference, settings.seed)
     _check_ties(reference, tied)
     if reference.can_generate():
@@ -94,6 +96,14 @@ def build_trial(subject: Subject, settings: Settings, tied: bool | None, folder:
     if settings.gradient_checkpointing and not reference.supports_gradient_checkpointing:
         raise UnsupportedError("this class knows no gradient checkpointing", where=subject.name)
     return Trial(subject, settings, folder, reference, split(reference, settings))
+
+
+def use_eager_experts(model: nn.Module) -> None:
+    """For float64, which the other implementations do not know."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "eager"
 
 
 def _construct(cls: Any, config: Any, **options: Any) -> Any:

@@ -15,7 +15,7 @@ from oslo_engine.verify.checks.check import Check
 from oslo_engine.verify.checks.training import gradient_error, one_backward, way_to_train
 from oslo_engine.verify.compare import bits_that_differ
 from oslo_engine.verify.report import Row, judge, not_applicable
-from oslo_engine.verify.trial import Trial, gather_objects
+from oslo_engine.verify.trial import Trial, gather_objects, use_eager_experts
 
 _SAME, _OTHER = "checkpoint, split, same layout", "checkpoint, split, other layout"
 _TRAINED = "gradients, after loading"
@@ -64,17 +64,20 @@ def _train(trial: Trial, loaded: Any) -> Row:
     if trial.settings.dropout:
         return not_applicable(_TRAINED, "the unsplit model draws other dropout masks")
     batch = trial.batch(trial.shapes[0])
+    before = {name: buffer.clone() for name, buffer in trial.reference.named_buffers()}
     trial.reference.train().zero_grad()
     wanted, _ = one_backward(trial.reference, batch)
+    for name, buffer in trial.reference.named_buffers():
+        buffer.copy_(before[name])
     way_to_train(trial)(loaded.train(), batch)
-    worst = gradient_error(trial, trial.limits_for(wanted), batch, loaded)
+    worst = gradient_error(trial, trial.limits_for(wanted), [batch], loaded)
     return judge(_TRAINED, worst.value, trial.limits.gradients, worst.name)
 
 
 def _load(trial: Trial, folder: Any, tp: int, pp: int) -> Any:
     settings = trial.settings
     cls: Any = with_parallel_methods(trial.subject.load_class())
-    return cls.from_pretrained_with_parallel(
+    model = cls.from_pretrained_with_parallel(
         folder,
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,
@@ -84,6 +87,9 @@ def _load(trial: Trial, folder: Any, tp: int, pp: int) -> Any:
         expert_split=settings.expert_split,
         dtype="auto",
     )
+    if settings.dtype == "float64":
+        use_eager_experts(model)
+    return model
 
 
 def _load_elsewhere(trial: Trial, folder: Any) -> tuple[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,18 @@ from torch import Tensor, nn
 from oslo_engine.layers.vocab_shard import gather_logits
 from oslo_engine.rewrite.gradients import clip_grad_norm_, gradient_norm
 from oslo_engine.verify.checks.check import Check
-from oslo_engine.verify.compare import ADAM_EPS, Error, Limits, gradient_errors, relative_error, size_of, without_padding
+from oslo_engine.verify.compare import (
+    ADAM_EPS,
+    ROUNDINGS,
+    Error,
+    Limits,
+    gradient_errors,
+    relative_error,
+    size_of,
+    without_padding,
+)
 from oslo_engine.verify.report import Row, judge, not_applicable
-from oslo_engine.verify.trial import Batch, Trial
+from oslo_engine.verify.trial import Batch, Trial, use_eager_experts
 
 _NORM, _UPDATES = "gradient norm", "weights after 3 AdamW steps"
 _LEARNING_RATE = 1e-2
@@ -67,6 +76,7 @@ def optimizer_check(trial: Trial) -> Check:
 def _train(trial: Trial, labels: tuple[str, ...]) -> Iterator[Row]:
     """Three batches of different shapes; the third one's gradients are added to the second one's."""
     plain, norm_error = way_to_train(trial), 0.0
+    summed: list[Batch] = []
     trial.reference.train()
     trial.model.train()
     for number, (label, way, shape) in enumerate(zip(labels, (plain, one_call, plain), trial.shapes, strict=True)):
@@ -74,13 +84,15 @@ def _train(trial: Trial, labels: tuple[str, ...]) -> Iterator[Row]:
         if number < 2:
             trial.reference.zero_grad()
             trial.model.zero_grad()
+            summed.clear()
+        summed.append(batch)
         wanted, whole = one_backward(trial.reference, batch)
         got, parts = way(trial.model, batch)
         if number == 0:
             yield _training_logits(trial, batch, parts, whole[0].logits)
         limits = trial.limits_for(wanted)
         yield judge(f"loss, {label}", relative_error(got, wanted), limits.loss)
-        worst = gradient_error(trial, limits, batch if number < 2 else None)
+        worst = gradient_error(trial, limits, summed)
         yield judge(f"gradients, {label}", worst.value, limits.gradients, worst.name)
         norm_error = max(norm_error, relative_error(gradient_norm(trial.model), _norm(trial.reference)))
     yield judge(_NORM, norm_error, limits.norm)
@@ -96,17 +108,17 @@ def _training_logits(trial: Trial, batch: Batch, parts: list[Any], wanted: Tenso
     return judge("logits, training", relative_error(got, wanted), trial.limits.logits)
 
 
-def gradient_error(trial: Trial, limits: Limits, batch: Batch | None = None, model: Any = None) -> Error:
+def gradient_error(trial: Trial, limits: Limits, batches: Sequence[Batch], model: Any = None) -> Error:
     """The worst of the gradients of the split model, beside those that the unsplit one has now.
 
     Args:
-        batch: what both were given, if it was one batch: what rounding does to it counts as no error, see ``gradient_errors``.
+        batches: what both were given: what rounding does to it counts as no error, see ``gradient_errors``.
         model: a split model other than the trial's.
     """
     split = trial.model if model is None else model
     worst = _gradient_error(trial, split, limits)
-    if worst.value > limits.gradients and trial.settings.dtype == "float32" and batch is not None:
-        worst = _gradient_error(trial, split, limits, _rounding(trial, batch, limits))
+    if worst.value > limits.gradients and trial.settings.dtype == "float32":
+        worst = _gradient_error(trial, split, limits, _rounding(trial, batches, limits))
     return worst
 
 
@@ -123,22 +135,26 @@ def _gradient_error(trial: Trial, split: Any, limits: Limits, rounding: dict[str
     )
 
 
-def _rounding(trial: Trial, batch: Batch, limits: Limits) -> dict[str, float]:
-    """How far the unsplit model's gradients of a batch in float32 are from those in float64."""
-    exact, rounded = copy.deepcopy(trial.reference).double(), copy.deepcopy(trial.reference)
-    for module in exact.modules():
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = "eager"  # the others know no float64
+def _rounding(trial: Trial, batches: Sequence[Batch], limits: Limits) -> dict[str, float]:
+    """How far the unsplit model's gradients in float32 are from those in float64."""
+    exact, rounded = _exact(trial.reference), copy.deepcopy(trial.reference)
     for model in (exact, rounded):
         model.zero_grad()
-        one_backward(model, {name: _as(model, value) for name, value in batch.items()})
+        for batch in batches:
+            one_backward(model, {name: _as(model, value) for name, value in batch.items()})
     pairs = zip(exact.named_parameters(), rounded.parameters(), strict=True)
     return {
         name: size_of(ours.grad.double() - wanted.grad, limits)
         for (name, wanted), ours in pairs
         if wanted.grad is not None and ours.grad is not None
     }
+
+
+def _exact(model: nn.Module) -> nn.Module:
+    """A copy in float64."""
+    exact = copy.deepcopy(model).double()
+    use_eager_experts(exact)
+    return exact
 
 
 def _as(model: nn.Module, value: Tensor) -> Tensor:
@@ -151,44 +167,51 @@ def _norm(model: nn.Module) -> Tensor:
 
 def _optimize(trial: Trial) -> Iterator[Row]:
     """AdamW with clipping to half of the first batch's norm; the weights are put back afterwards."""
-    models: tuple[Any, Any] = (trial.reference, trial.model)
-    before = [_copy_of(model) for model in models]
     batches = [trial.batch(shape, 10 + number) for number, shape in enumerate(trial.shapes)]
     trial.reference.zero_grad()
     one_backward(trial.reference, batches[0])
     max_norm = float(_norm(trial.reference)) / 2
     gradients = [parameter.grad for parameter in trial.reference.parameters() if parameter.grad is not None]
-    largest = max(float(gradient.abs().max()) for gradient in gradients) / 2
-    optimizers = [
-        torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, eps=ADAM_EPS * largest, weight_decay=0.1) for model in models
-    ]
-    for number, batch in enumerate(batches):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        one_backward(trial.reference, batch)
-        (one_call if number == 1 else way_to_train(trial))(trial.model, batch)
-        torch.nn.utils.clip_grad_norm_(trial.reference.parameters(), max_norm)
-        clip_grad_norm_(trial.model, max_norm)
-        for optimizer in optimizers:
-            optimizer.step()
-    worst = _update_error(trial, *before)
-    for model, weights in zip(models, before, strict=True):
-        for name, parameter in model.named_parameters():
-            parameter.data.copy_(weights[name])
+    eps = ADAM_EPS * max(float(gradient.abs().max()) for gradient in gradients) / 2
+    ways = [one_call if number == 1 else way_to_train(trial) for number in range(len(batches))]
+    wanted = _updates(trial.reference, batches, [one_backward] * len(batches), torch.nn.utils.clip_grad_norm_, max_norm, eps)
+    got = _updates(trial.model, batches, ways, clip_grad_norm_, max_norm, eps)
+    worst = _update_error(trial, got, wanted)
     assert trial.limits.updates is not None
+    if worst.value > trial.limits.updates and trial.settings.dtype == "float32":
+        exact = _exact(trial.reference)
+        unrounded = _updates(exact, batches, [one_backward] * len(batches), torch.nn.utils.clip_grad_norm_, max_norm, eps)
+        rounding = {name: float((wanted[name] - unrounded[name]).abs().max()) for name in wanted}
+        worst = _update_error(trial, got, wanted, rounding)
     yield judge(_UPDATES, worst.value, trial.limits.updates, worst.name)
 
 
-def _update_error(trial: Trial, whole_before: dict[str, Tensor], before: dict[str, Tensor]) -> Error:
+def _updates(
+    model: Any, batches: Sequence[Batch], ways: Sequence[_Way], clip: Callable[..., Any], max_norm: float, eps: float
+) -> dict[str, Tensor]:
+    """What one step for each batch changes about the weights, which are put back."""
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, eps=eps, weight_decay=0.1)
+    for way, batch in zip(ways, batches, strict=True):
+        optimizer.zero_grad()
+        way(model, {name: _as(model, value) for name, value in batch.items()})
+        clip(model if clip is clip_grad_norm_ else model.parameters(), max_norm)
+        optimizer.step()
+    updates = {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(before[name])
+    return updates
+
+
+def _update_error(
+    trial: Trial, got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], rounding: Mapping[str, float] | None = None
+) -> Error:
     """Relative to the largest update of all, which is the same for every parameter where gradients are not small."""
-    updates = {name: parameter.detach() - whole_before[name] for name, parameter in trial.reference.named_parameters()}
-    largest = max(float(update.abs().max()) for update in updates.values())
+    largest = max(float(update.abs().max()) for update in wanted.values())
     worst = Error(0.0)
-    for name, parameter, tensor in trial.parameters():
-        error = relative_error(parameter.detach() - before[name], trial.slice_of(updates[name], tensor), largest)
-        worst = max(worst, Error(error, name), key=lambda each: each.value)
+    for name, _, tensor in trial.parameters():
+        error = relative_error(got[name], trial.slice_of(wanted[tensor.name], tensor), largest)
+        if rounding is not None:
+            error = max(error - ROUNDINGS * rounding[tensor.name] / largest, 0.0)
+        worst = max(worst, Error(error, tensor.name), key=lambda each: each.value)
     return worst
-
-
-def _copy_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
