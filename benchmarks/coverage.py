@@ -110,9 +110,9 @@ class Results:
     def known(self, name: str, layout: str, key: str) -> bool:
         return self.found.get(name, {}).get(layout, {}).get("key") == key
 
-    def add(self, name: str, layout: str, result: Result) -> None:
+    def put(self, name: str, layout: str, result: dict[str, Any]) -> None:
         with self._lock:
-            self.found.setdefault(name, {})[layout] = asdict(result)
+            self.found.setdefault(name, {})[layout] = result
             self.write()
 
     def write(self) -> None:
@@ -193,7 +193,7 @@ def main() -> None:
         for layout in layouts:
             if policy is None:
                 if not options.only:
-                    results.add(name, layout, Result("refused", f"no policy serves model type {kind!r}", 0.0, ""))
+                    results.put(name, layout, asdict(Result("refused", f"no policy serves model type {kind!r}", 0.0, "")))
                 continue
             key = key_of(policy)
             if options.again or not results.known(name, layout, key):
@@ -202,7 +202,7 @@ def main() -> None:
     def one(job: Any) -> None:
         task, kind, layout, key, policy = job
         result = run(task, kind, layout, key, policy, options.timeout)
-        results.add(f"{task}/{kind}", layout, result)
+        results.put(f"{task}/{kind}", layout, asdict(result))
         print(f"{task}/{kind} {layout}: {result.status} {result.reason} ({result.seconds} s)", flush=True)
 
     with ThreadPoolExecutor(options.jobs) as pool:

@@ -17,7 +17,8 @@ from oslo_engine.errors import UnsupportedError
 from oslo_engine.layers.specialize import specialize
 from oslo_engine.shards import Span
 
-# Reductions over features that no rule below turns into one over all ranks: better an error than a wrong statistic.
+_REDUCTIONS = ("mean", "sum", "var")
+# Reductions that no rule below turns into one over all ranks: better an error than a wrong statistic.
 _UNKNOWN = {"norm", "vector_norm", "normalize", "std", "std_mean", "var_mean", "amax", "max", "logsumexp", "softmax"}
 
 
@@ -95,37 +96,50 @@ class _Statistics(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("layer_norm", "rms_norm"):
             return self._normalize(name, *args, **kwargs)
-        if name in ("mean", "sum", "var") and self._over_features(args, kwargs):
-            keep = kwargs.get("keepdim", len(args) > 2 and args[2])
-            value = getattr(self, f"_{name}")(args[0])
+        if name in _REDUCTIONS and self._over_features(name, *args, **kwargs):
+            value, keep = getattr(self, f"_{name}")(*args, **kwargs)
             return value if keep else value.squeeze(-1)
         if name in _UNKNOWN:
             raise UnsupportedError(f"a norm over the features of all ranks cannot use {name!r}")
         return func(*args, **kwargs)
 
-    def _over_features(self, args: Any, kwargs: Any) -> bool:
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-        return dim in (-1, args[0].ndim - 1)
+    def _over_features(self, name: str, x: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
+        dims = dim if isinstance(dim, (tuple, list)) else (dim,) if dim is not None else tuple(range(x.ndim))
+        last = any(one in (-1, x.ndim - 1) for one in dims)
+        if last and len(dims) > 1:
+            raise UnsupportedError(
+                f"a norm over the features of all ranks cannot use {name!r} over other dimensions too",
+                expected="the last dimension alone",
+                got=f"dim={dim}",
+            )
+        return last
 
-    def _sum(self, x: Tensor) -> Tensor:
-        return self.sums(x)
+    # Each takes what torch's function of the name takes and returns what it computes, and whether the dimension is kept.
 
-    def _mean(self, x: Tensor) -> Tensor:
+    def _sum(self, x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> tuple[Tensor, bool]:
+        return self.sums(x if dtype is None else x.to(dtype)), keepdim
+
+    def _mean(self, x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> tuple[Tensor, bool]:
+        return self._average(x if dtype is None else x.to(dtype)), keepdim
+
+    def _var(
+        self, x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None
+    ) -> tuple[Tensor, bool]:
+        degrees = self.sums.size - (int(unbiased) if correction is None else correction)
+        return self.sums((x - self._average(x)).square()) / degrees, keepdim
+
+    def _average(self, x: Tensor) -> Tensor:
         return self.sums(x) / self.sums.size
-
-    def _var(self, x: Tensor) -> Tensor:
-        return self._mean((x - self._mean(x)).square())
 
     def _normalize(
         self, name: str, input: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float | None = None
     ) -> Tensor:
         if name == "rms_norm" and not isinstance(bias, Tensor):
             bias, eps = None, eps if bias is None else bias  # rms_norm(input, shape, weight, eps)
-        x = input - self._mean(input) if name == "layer_norm" else input
+        x = input - self._average(input) if name == "layer_norm" else input
         if eps is None:
             eps = 1e-5 if name == "layer_norm" else torch.finfo(input.dtype).eps
-        y = x * torch.rsqrt(self._mean(x.square()) + eps)
+        y = x * torch.rsqrt(self._average(x.square()) + eps)
         y = y if weight is None else y * weight
         return y if bias is None else y + bias
 
