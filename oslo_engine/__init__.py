@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from oslo_engine.api import parallelize
+    from oslo_engine.checkpoint.training import load_training, save_training
     from oslo_engine.errors import (
         BatchError,
         CheckpointError,
@@ -57,8 +58,10 @@ __all__ = [
     "UnsupportedError",
     "clip_grad_norm_",
     "gather_logits",
+    "load_training",
     "parallelize",
     "record_timeline",
+    "save_training",
     "verify",
 ]
 
@@ -68,8 +71,10 @@ _MODULE_OF = {
     "Topology": "topology",
     "clip_grad_norm_": "rewrite.gradients",
     "gather_logits": "layers.vocab_shard",
+    "load_training": "checkpoint.training",
     "parallelize": "api",
     "record_timeline": "pipeline.recording",
+    "save_training": "checkpoint.training",
     "verify": "verify",
 } | {name: "errors" for name in __all__ if name.endswith("Error")}
 

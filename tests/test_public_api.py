@@ -28,8 +28,10 @@ OURS = {
     "UnsupportedError",
     "clip_grad_norm_",
     "gather_logits",
+    "load_training",
     "parallelize",
     "record_timeline",
+    "save_training",
     "verify",
 }
 PARALLEL_METHODS = {"from_pretrained_with_parallel", "from_config_with_parallel"}

@@ -12,12 +12,13 @@ from oslo_engine.errors import CheckpointError, OsloError
 T = TypeVar("T")
 
 
-def together(action: Callable[[], T], *, what: str) -> list[T]:
+def together(action: Callable[[], T], *, what: str, group: Any = None) -> list[T]:
     """Run ``action`` on every rank and exchange what it returned.
 
     Args:
         action: communicates nothing itself.
         what: what it does, for the error on the other ranks: "saving".
+        group: of all ranks; another than the default one where a thread of its own does this.
 
     Returns:
         The results by rank; only this rank's without torch.distributed.
@@ -37,7 +38,7 @@ def together(action: Callable[[], T], *, what: str) -> list[T]:
     except Exception as error:
         mine = error
     outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (result, None if mine is None else _portable(mine, what)))
+    dist.all_gather_object(outcomes, (result, None if mine is None else _portable(mine, what)), group=group)
     if mine is not None:
         raise mine
     for _, theirs in outcomes:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 
-from oslo_engine.checkpoint.atomic import MANIFEST
 from oslo_engine.checkpoint.safetensors_io import FileRecord, TensorSpec
 from oslo_engine.errors import CheckpointError
 from oslo_engine.plan.plan import Plan
@@ -22,8 +21,8 @@ VERSION = 1
 
 Serialization = Literal["safetensors", "torch"]
 FILE_NAMES: dict[Serialization, str] = {
-    "safetensors": "model_tp={tp}_pp={pp}.safetensors",
-    "torch": "pytorch_model_tp={tp}_pp={pp}.bin",
+    "safetensors": "{stem}_tp={tp}_pp={pp}.safetensors",
+    "torch": "pytorch_{stem}_tp={tp}_pp={pp}.bin",
 }
 
 
@@ -76,6 +75,7 @@ class Layout:
     tp, pp: how many files on each axis.
     policy, model: the names of the policy and of the model class it was saved with.
     files: what each file must be.
+    stem: what the names of the files begin with.
     """
 
     tp: int
@@ -85,9 +85,10 @@ class Layout:
     serialization: Serialization
     tensors: tuple[TensorLayout, ...]
     files: Mapping[str, FileRecord] = field(default_factory=dict)
+    stem: str = "model"
 
     def file_name(self, tp_rank: int, pp_rank: int) -> str:
-        return FILE_NAMES[self.serialization].format(tp=tp_rank, pp=pp_rank)
+        return FILE_NAMES[self.serialization].format(stem=self.stem, tp=tp_rank, pp=pp_rank)
 
     def file_names(self) -> list[str]:
         return [self.file_name(tp_rank, pp_rank) for pp_rank in range(self.pp) for tp_rank in range(self.tp)]
@@ -96,7 +97,7 @@ class Layout:
         """The tensors in one file."""
         return [t for t in self.tensors if t.pp_ranks[0] == pp_rank and tp_rank in t.tp_ranks_stored()]
 
-    def write(self, folder: Path) -> None:
+    def write(self, path: Path) -> None:
         data = {
             "format": FORMAT,
             "version": VERSION,
@@ -105,11 +106,12 @@ class Layout:
             "policy": self.policy,
             "model": self.model,
             "serialization": self.serialization,
+            "stem": self.stem,
             "files": {name: {"size_bytes": record.size_bytes, "sha256": record.sha256} for name, record in self.files.items()},
         }
         head = json.dumps(data, indent=2).removesuffix("\n}")
         tensors = ",\n    ".join(json.dumps(_tensor_to_json(tensor)) for tensor in self.tensors)  # a line each
-        (folder / MANIFEST).write_text(f'{head},\n  "tensors": [\n    {tensors}\n  ]\n}}\n', encoding="utf-8")
+        path.write_text(f'{head},\n  "tensors": [\n    {tensors}\n  ]\n}}\n', encoding="utf-8")
 
 
 def layout_of(plan: Plan, dtypes: Mapping[str, torch.dtype], serialization: Serialization) -> Layout:
@@ -170,7 +172,9 @@ def read_layout(path: Path) -> Layout:
             serialization=data["serialization"],
             tensors=tuple(_tensor_from_json(entry, data["tp"], data["pp"]) for entry in data["tensors"]),
             files={name: FileRecord(int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in data["files"].items()},
+            stem=data.get("stem", "model"),
         )
+        _require(layout.stem.isidentifier(), f"stem {layout.stem!r}")
         names = [alias for tensor in layout.tensors for alias in tensor.aliases]
         _require(len(names) == len(set(names)), "a name stands for two tensors")
         _require(set(layout.files) == set(layout.file_names()), f"files are {sorted(layout.files)}")

@@ -7,8 +7,7 @@ saved; the model is needed, as a skeleton, only where Transformers stores tensor
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -16,62 +15,102 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oslo_engine.checkpoint.atomic import abandoned_on_error, begin, commit, is_checkpoint_file
+from oslo_engine.checkpoint.folder import ByteCounter, Progress, check_target, model_of, other_files, replacing
 from oslo_engine.checkpoint.layout import Layout
 from oslo_engine.checkpoint.names import Recipe, recipes_for_saving
-from oslo_engine.checkpoint.safetensors_io import TensorSpec, write_safetensors
-from oslo_engine.checkpoint.skeleton import META, meta_model
+from oslo_engine.checkpoint.safetensors_io import TensorSpec, size_of_file, write_safetensors
+from oslo_engine.checkpoint.skeleton import META
 from oslo_engine.checkpoint.source import open_source
 from oslo_engine.checkpoint.split import SplitSource
 from oslo_engine.errors import CheckpointError
 
 
-def merge(split_folder: str | Path, out_folder: str | Path, *, max_shard_size: int | str = "50GB") -> None:
+def merge(
+    split_folder: str | Path,
+    out_folder: str | Path,
+    *,
+    max_shard_size: int | str = "50GB",
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, int]:
     """Write the merged form of a split checkpoint. The config and everything else in the folder is copied.
 
     Args:
         max_shard_size: above it, several files and an index are written, as ``save_pretrained`` does.
+        overwrite: whether a checkpoint that is there may be replaced.
+        dry_run: write nothing.
+        progress: is told how far it is.
+
+    Returns:
+        The names and sizes of the files, without an index.
 
     Raises:
-        CheckpointError: a file of the split checkpoint is missing, damaged or altered; or the place to write to is no folder.
+        CheckpointError: a file of the split checkpoint is missing, damaged or altered; or the target is no folder or has a
+            checkpoint.
     """
     split_folder, out_folder = Path(split_folder), Path(out_folder)
+    check_target(split_folder, out_folder, overwrite=overwrite)
     source = open_source(split_folder)
     if not isinstance(source, SplitSource):
         raise CheckpointError("this checkpoint is not split", where=str(split_folder), hint="copy it, or split it first")
-    source.verify()
-    with abandoned_on_error(out_folder):
-        staging = begin(out_folder)
-        for path in split_folder.iterdir():
-            if path.is_file() and not is_checkpoint_file(path.name):
-                shutil.copyfile(path, staging / path.name)
-        write_merged(source, staging, max_shard_size=max_shard_size)
-        commit(staging, out_folder)
+    merged = Merged(source, max_shard_size=max_shard_size)
+    rest = other_files(split_folder)
+    sizes = merged.sizes() | {path.name: path.stat().st_size for path in rest}
+    if not dry_run:
+        counter = ByteCounter(sum(spec.num_bytes for spec in merged.specs.values()), progress)
+        with replacing(out_folder, source, rest) as (staging, check):
+            merged.write(staging, after=lambda name: (counter.add(merged.specs[name].num_bytes), check()))
+    return sizes
 
 
-def write_merged(
-    source: SplitSource, folder: Path, *, max_shard_size: int | str, skeleton: PreTrainedModel | None = None
-) -> None:
-    """Write the files of the merged form into ``folder``.
+class Merged:
+    """The merged form of a split checkpoint.
 
     Args:
         skeleton: a model like the one that was saved; None to build one where it is needed, from the config in the folder.
+
+    Attributes:
+        specs: its tensors.
     """
-    if skeleton is None and any(tensor.converted for tensor in source.layout.tensors):
-        skeleton = _skeleton(source)
-    recipes = _recipes(source, skeleton)
-    maker = _Maker(source, recipes, skeleton)
-    specs = {name: spec for recipe in recipes for name, spec in recipe.outputs.items()}
-    stand_ins = {name: torch.empty(spec.shape, dtype=spec.dtype, device=META) for name, spec in specs.items()}
-    shards = split_torch_state_dict_into_shards(
-        stand_ins, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
-    )
-    for file_name, names in shards.filename_to_tensors.items():
-        write_safetensors(folder / file_name, {name: specs[name] for name in names}, maker.make)
-    if shards.is_sharded:
-        metadata = {"total_parameters": _num_parameters(source.layout), **shards.metadata}
-        index = json.dumps({"metadata": metadata, "weight_map": shards.tensor_to_filename}, indent=2, sort_keys=True)
-        (folder / "model.safetensors.index.json").write_text(index + "\n", encoding="utf-8")
+
+    def __init__(self, source: SplitSource, *, max_shard_size: int | str, skeleton: PreTrainedModel | None = None) -> None:
+        if skeleton is None and any(tensor.converted for tensor in source.layout.tensors):
+            skeleton = model_of(source.folder, source)
+        recipes = _recipes(source, skeleton)
+        self.specs: dict[str, TensorSpec] = {name: spec for recipe in recipes for name, spec in recipe.outputs.items()}
+        self._layout, self._maker = source.layout, _Maker(source, recipes, skeleton)
+        stand_ins = {name: torch.empty(spec.shape, dtype=spec.dtype, device=META) for name, spec in self.specs.items()}
+        self._shards = split_torch_state_dict_into_shards(
+            stand_ins, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+        )
+
+    def sizes(self) -> dict[str, int]:
+        """By file."""
+        return {name: size_of_file(self._specs_in(name)) for name in self._shards.filename_to_tensors}
+
+    def write(self, folder: Path, *, after: Callable[[str], object] = lambda name: None) -> None:
+        """Write the files, and an index where there are several.
+
+        Args:
+            after: is called with the name of every tensor that was made.
+        """
+
+        def make(name: str) -> Tensor:
+            tensor = self._maker.make(name)
+            after(name)
+            return tensor
+
+        for file_name in self._shards.filename_to_tensors:
+            write_safetensors(folder / file_name, self._specs_in(file_name), make)
+        if self._shards.is_sharded:
+            metadata = {"total_parameters": _num_parameters(self._layout), **self._shards.metadata}
+            index = {"metadata": metadata, "weight_map": self._shards.tensor_to_filename}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+    def _specs_in(self, file_name: str) -> dict[str, TensorSpec]:
+        return {name: self.specs[name] for name in self._shards.filename_to_tensors[file_name]}
 
 
 class _Maker:
@@ -105,19 +144,6 @@ def _recipes(source: SplitSource, skeleton: PreTrainedModel | None) -> list[Reci
         assert skeleton is not None
         recipes += recipes_for_saving(converted, skeleton)
     return recipes
-
-
-def _skeleton(source: SplitSource) -> PreTrainedModel:
-    import transformers
-
-    cls = getattr(transformers, source.layout.model, None)
-    if cls is None or not (source.folder / "config.json").exists():
-        raise CheckpointError(
-            "converting the weights back to the form of Transformers needs the model class and its config",
-            where=str(source.folder),
-            expected=f"a config.json, and {source.layout.model} in transformers",
-        )
-    return meta_model(cls, cls.config_class.from_pretrained(source.folder))
 
 
 def _num_parameters(layout: Layout) -> int:

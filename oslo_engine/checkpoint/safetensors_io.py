@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import mmap
 import os
 import struct
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oslo_engine.checkpoint.ranges import (
+    CHUNK_BYTES,
+    IO_BYTES,
+    Piece,
+    ReadOnlyFile,
+    StoredArray,
+    TensorSpec,
+    consecutive,
+    memory,
+    resized,
+)
 from oslo_engine.errors import CheckpointError
 from oslo_engine.shards import Span
 
 MAX_HEADER_BYTES = 100_000_000
-DIRECT_RUN_BYTES = 1 << 16  # column cuts whose runs are at least this long are read run by run, shorter ones by whole rows
-CHUNK_BYTES = 1 << 22  # how many bytes of whole rows are held at once
-IO_BYTES = 1 << 30  # the kernel moves at most 2 GiB in one call
+WORTH_A_THREAD = 1 << 16  # fewer bytes are hashed at once
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -54,18 +64,6 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """What a tensor is, without its values."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
 class FileRecord:
     """What a written file must still be when it is read."""
 
@@ -76,18 +74,22 @@ class FileRecord:
 class SafetensorsFile:
     """One file, opened and checked. Reads are independent of each other and of later changes to the directory.
 
+    Attributes:
+        specs: the tensors in it.
+        metadata: the texts in its header.
+
     Raises:
         CheckpointError: the file is missing, truncated, or its header does not describe exactly its bytes.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._fd = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError("cannot open a file of the checkpoint", where=str(path), got=error.strerror) from None
-        weakref.finalize(self, os.close, self._fd)
-        self.specs, self._starts = self._read_header()
+        self._file = ReadOnlyFile(path)
+        self.specs, self.metadata, self._starts = self._read_header()
+
+    def read_into(self, name: str, out: Tensor, dim: int, pieces: Sequence[Piece]) -> None:
+        """Read pieces of a tensor; see ``ReadOnlyFile.read_into``."""
+        self._file.read_into(StoredArray(self.specs[name], self._starts[name]), out, dim, pieces)
 
     def read(self, name: str, dim: int | None = None, spans: Sequence[Span] | None = None) -> Tensor:
         """Read a tensor, or the concatenation of ``spans`` along ``dim`` of it.
@@ -95,64 +97,40 @@ class SafetensorsFile:
         Returns:
             A tensor in memory of its own, on the CPU.
         """
-        spec, start = self.specs[name], self._starts[name]
+        spec = self.specs[name]
         if dim is None or spans is None:
-            dim, spans, shape = 0, ((0, spec.shape[0] if spec.shape else 1),), spec.shape
-        else:
-            shape = (*spec.shape[:dim], sum(b - a for a, b in spans), *spec.shape[dim + 1 :])
-        whole = spec.shape or (1,)
-        item_bytes = math.prod(whole[dim + 1 :]) * spec.dtype.itemsize
-        rows = _Rows(start, math.prod(whole[:dim]), whole[dim] * item_bytes)
-        buffer = torch.empty(math.prod(shape) * spec.dtype.itemsize, dtype=torch.uint8)
-        self._read_columns(rows, [(a * item_bytes, b * item_bytes) for a, b in spans if b > a], buffer)
-        return buffer.view(spec.dtype).reshape(shape)
+            dim, spans = 0, ((0, spec.shape[0] if spec.shape else 1),)
+        pieces, size = consecutive(spans)
+        out = torch.empty(resized(spec.shape, dim, size), dtype=spec.dtype)
+        self.read_into(name, out, dim, pieces)
+        return out
 
-    def _read_columns(self, rows: _Rows, columns: list[Span], buffer: Tensor) -> None:
-        width = sum(b - a for a, b in columns)
-        if not width or not rows.count:
-            return
-        if rows.count == 1 or min(b - a for a, b in columns) >= DIRECT_RUN_BYTES:
-            view, at = _memory(buffer), 0
-            for row in range(rows.count):
-                for a, b in columns:
-                    self._read_into(view[at : at + b - a], rows.start + row * rows.num_bytes + a)
-                    at += b - a
-            return
-        out = buffer.view(rows.count, width)
-        per_chunk = max(1, CHUNK_BYTES // rows.num_bytes)
-        chunk = torch.empty(min(per_chunk, rows.count), rows.num_bytes, dtype=torch.uint8)
-        for first in range(0, rows.count, per_chunk):
-            num = min(per_chunk, rows.count - first)
-            self._read_into(_memory(chunk[:num].view(-1)), rows.start + first * rows.num_bytes)
-            at = 0
-            for a, b in columns:
-                out[first : first + num, at : at + b - a] = chunk[:num, a:b]
-                at += b - a
-
-    def _read_into(self, view: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(view):
-            got = os.preadv(self._fd, [view[done : done + IO_BYTES]], offset + done)
-            if got == 0:
-                raise self._wrong("the file was truncated while it was read", f"{len(view)} bytes at {offset}", f"{done} bytes")
-            done += got
+    def map(self) -> dict[str, Tensor]:
+        """All tensors, mapped: a page is read when it is touched, and may be dropped again."""
+        mapped = mmap.mmap(self._file.descriptor, 0, access=mmap.ACCESS_COPY) if self.specs else b""
+        return {
+            name: torch.frombuffer(mapped, dtype=spec.dtype, count=count, offset=self._starts[name]).reshape(spec.shape)
+            if (count := math.prod(spec.shape))
+            else torch.empty(spec.shape, dtype=spec.dtype)
+            for name, spec in self.specs.items()
+        }
 
     # -- header
 
-    def _read_header(self) -> tuple[dict[str, TensorSpec], dict[str, int]]:
-        size = os.fstat(self._fd).st_size
+    def _read_header(self) -> tuple[dict[str, TensorSpec], dict[str, str], dict[str, int]]:
+        size = self._file.size
         if size < 8:
             raise self._wrong("the file is too short for a safetensors file", "at least 8 bytes", f"{size} bytes")
-        (length,) = struct.unpack("<Q", os.pread(self._fd, 8, 0))
+        (length,) = struct.unpack("<Q", self._file.read_bytes(0, 8))
         if length > (most := min(MAX_HEADER_BYTES, size - 8)):
             raise self._wrong("the header does not fit into the file", f"at most {most} bytes", f"{length} bytes")
         try:
-            header = json.loads(os.pread(self._fd, length, 8).decode("utf-8"), object_pairs_hook=_no_repeats)
+            header = json.loads(self._file.read_bytes(8, length).decode("utf-8"), object_pairs_hook=_no_repeats)
         except (ValueError, RecursionError) as error:
             raise self._wrong("the header is not JSON", "a safetensors header", str(error)) from None
         if not isinstance(header, dict):
             raise self._wrong("the header is not a JSON object", "tensor names", type(header).__name__)
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", None)
         specs = {name: self._spec(name, entry) for name, entry in header.items()}
         end = 0
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -166,7 +144,8 @@ class SafetensorsFile:
             end = stop
         if 8 + length + end != size:
             raise self._wrong("the file has not the size that its header says", f"{8 + length + end} bytes", f"{size} bytes")
-        return specs, {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
+        starts = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
+        return specs, metadata if isinstance(metadata, dict) else {}, starts
 
     def _spec(self, name: str, entry: Any) -> TensorSpec:
         fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
@@ -183,15 +162,6 @@ class SafetensorsFile:
         return CheckpointError(what, where=str(self.path), expected=expected, got=got, hint="copy or download the file again")
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """``count`` rows of ``num_bytes`` each, from byte ``start`` of the file."""
-
-    start: int
-    count: int
-    num_bytes: int
-
-
 def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
@@ -201,6 +171,47 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) != len(pairs):
         raise ValueError("a name occurs twice")
     return table
+
+
+class SafetensorsWriter:
+    """A file that is written tensor by tensor, in ``write_order``; it is hashed by a thread of its own meanwhile.
+
+    Args:
+        specs: the tensors in the file.
+        metadata: further texts for the header.
+    """
+
+    def __init__(self, path: Path, specs: Mapping[str, TensorSpec], *, metadata: Mapping[str, str] | None = None) -> None:
+        header = _header_bytes(specs, metadata)
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115
+        self._digest = hashlib.sha256()
+        self._hasher = ThreadPoolExecutor(1)
+        self._size = 0
+        self.write(memoryview(header))
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hasher.shutdown()
+        self._file.close()
+
+    def write(self, view: memoryview) -> None:
+        """Append the next bytes."""
+        hashed = self._hasher.submit(self._digest.update, view) if len(view) >= WORTH_A_THREAD else None
+        if hashed is None:
+            self._digest.update(view)
+        done = 0
+        while done < len(view):
+            done += self._file.write(view[done : done + IO_BYTES])
+        if hashed is not None:
+            hashed.result()
+        self._size += len(view)
+
+    def finish(self) -> FileRecord:
+        """Wait until the file is on the disk, and say what it is."""
+        os.fsync(self._file.fileno())
+        return FileRecord(self._size, self._digest.hexdigest())
 
 
 def write_safetensors(
@@ -215,10 +226,28 @@ def write_safetensors(
     Returns:
         The size and checksum of the file, which is on the disk when this returns.
     """
-    names = write_order(specs)
+    with SafetensorsWriter(path, specs, metadata=metadata) as writer:
+        for name in write_order(specs):
+            writer.write(_checked_bytes(name, read(name), specs[name]))
+        return writer.finish()
+
+
+def size_of_file(specs: Mapping[str, TensorSpec]) -> int:
+    """How large a file of these tensors is."""
+    return len(_header_bytes(specs, None)) + sum(spec.num_bytes for spec in specs.values())
+
+
+def _checked_bytes(name: str, tensor: Tensor, spec: TensorSpec) -> memoryview:
+    if (got := TensorSpec(tensor.dtype, tuple(tensor.shape))) != spec:
+        raise CheckpointError("a tensor is not what the header says", where=name, expected=spec, got=got)
+    return as_bytes(tensor)
+
+
+def _header_bytes(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None) -> bytes:
+    """The length of the header, and the header."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
-    for name in names:
+    for name in write_order(specs):
         spec = specs[name]
         if spec.dtype not in CODES:
             raise CheckpointError("safetensors has no such type", where=name, got=str(spec.dtype), expected=", ".join(DTYPES))
@@ -226,16 +255,7 @@ def write_safetensors(
         end += spec.num_bytes
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    digest = hashlib.sha256()
-    with open(path, "wb", buffering=0) as file:
-        _write_all(file, memoryview(struct.pack("<Q", len(encoded)) + encoded), digest)
-        for name in names:
-            tensor = read(name)
-            if (got := TensorSpec(tensor.dtype, tuple(tensor.shape))) != specs[name]:
-                raise CheckpointError("a tensor is not what the header says", where=name, expected=specs[name], got=got)
-            _write_all(file, as_bytes(tensor), digest)
-        os.fsync(file.fileno())
-    return FileRecord(8 + len(encoded) + end, digest.hexdigest())
+    return struct.pack("<Q", len(encoded)) + encoded
 
 
 def write_order(specs: Mapping[str, TensorSpec]) -> list[str]:
@@ -246,11 +266,24 @@ def write_order(specs: Mapping[str, TensorSpec]) -> list[str]:
 def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, in row-major order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return _memory(flat.view(torch.uint8))
+    return memory(flat.view(torch.uint8))
 
 
-def _memory(flat: Tensor) -> memoryview:
-    return memoryview(flat.numpy().data)
+def runs_of_bytes(whole: Tensor, dim: int, spans: Sequence[Span]) -> Iterator[memoryview]:
+    """The bytes of the concatenation of ``spans`` along ``dim``, in row-major order, without a copy of more than a chunk.
+
+    Args:
+        whole: contiguous, on the CPU.
+    """
+    rows = whole.reshape(math.prod(whole.shape[:dim]), whole.shape[dim], -1)
+    num, item_bytes = rows.shape[0], rows.shape[2] * rows.element_size()
+    if num == 1:
+        yield from (as_bytes(rows[0, start:stop]) for start, stop in spans)
+        return
+    per_chunk = max(1, CHUNK_BYTES // max(1, sum(stop - start for start, stop in spans) * item_bytes))
+    for top in range(0, num, per_chunk):
+        pieces = [rows[top : top + per_chunk, start:stop] for start, stop in spans]
+        yield as_bytes(torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0])
 
 
 def record_of(path: Path) -> FileRecord:
@@ -261,10 +294,3 @@ def record_of(path: Path) -> FileRecord:
             digest.update(block)
             size += len(block)
     return FileRecord(size, digest.hexdigest())
-
-
-def _write_all(file: Any, view: memoryview, digest: Any) -> None:
-    digest.update(view)
-    done = 0
-    while done < len(view):
-        done += file.write(view[done : done + IO_BYTES])

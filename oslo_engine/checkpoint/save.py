@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,10 +16,11 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from oslo_engine.checkpoint.agree import together
-from oslo_engine.checkpoint.atomic import abandoned_on_error, begin, commit, staging_folder, sync
-from oslo_engine.checkpoint.layout import Layout, Serialization, TensorLayout, layout_of
-from oslo_engine.checkpoint.merge import write_merged
-from oslo_engine.checkpoint.names import as_transformers_class, recipes_for_saving
+from oslo_engine.checkpoint.atomic import MANIFEST, abandoned_on_error, begin, commit, staging_folder, sync
+from oslo_engine.checkpoint.layout import Layout, layout_of
+from oslo_engine.checkpoint.merge import Merged
+from oslo_engine.checkpoint.merged_names import with_merged_names
+from oslo_engine.checkpoint.names import as_transformers_class
 from oslo_engine.checkpoint.place import find
 from oslo_engine.checkpoint.safetensors_io import FileRecord, TensorSpec, record_of, write_order, write_safetensors
 from oslo_engine.checkpoint.skeleton import transformers_class
@@ -65,10 +65,12 @@ def save_split(
         save_function = torch.save
     target, state = Path(directory), parallel_state(model)
     staging = staging_folder(target)
-    with abandoned_on_error(target, here=_leads(state)):
-        together(lambda: begin(target) if _leads(state) else None, what=WHAT)
-        layout = _write_parts(model, state, staging, save_function)
-        together(lambda: _finish(model, layout, staging, target, save_config) if _leads(state) else None, what=WHAT)
+    with abandoned_on_error(target, here=leads(state)):
+        together(lambda: begin(target) if leads(state) else None, what=WHAT)
+        layout = write_parts(
+            agree_on_layout(model, state, save_function), state, staging, model_reader(model, state), save_function
+        )
+        together(lambda: _finish(model, layout, staging, target, save_config) if leads(state) else None, what=WHAT)
 
 
 def save_merged(
@@ -88,73 +90,111 @@ def save_merged(
         (staging / PARTS).mkdir()
 
     def put_together() -> None:
-        layout.write(staging / PARTS)
-        write_merged(SplitSource(staging / PARTS), staging, max_shard_size=max_shard_size, skeleton=model)
+        layout.write(staging / PARTS / MANIFEST)
+        Merged(SplitSource(staging / PARTS), max_shard_size=max_shard_size, skeleton=model).write(staging)
         shutil.rmtree(staging / PARTS)
         _finish(model, None, staging, target, save_config)
 
-    with abandoned_on_error(target, here=_leads(state)):
-        together(lambda: prepare() if _leads(state) else None, what=WHAT)
-        layout = _write_parts(model, state, staging / PARTS, None)
-        together(lambda: put_together() if _leads(state) else None, what=WHAT)
+    with abandoned_on_error(target, here=leads(state)):
+        together(lambda: prepare() if leads(state) else None, what=WHAT)
+        layout = write_parts(agree_on_layout(model, state), state, staging / PARTS, model_reader(model, state))
+        together(lambda: put_together() if leads(state) else None, what=WHAT)
 
 
-def _leads(state: ParallelState) -> bool:
+def leads(state: ParallelState) -> bool:
     return (state.mesh.at.pp_rank, state.mesh.at.dp_rank, state.mesh.at.tp_rank) == (0, 0, 0)
 
 
 def _finish(model: PreTrainedModel, layout: Layout | None, staging: Path, target: Path, save_config: bool) -> None:
     if save_config:
-        _write_config(model, staging)
+        write_config(model, staging)
     if layout is not None:
-        layout.write(staging)
+        layout.write(staging / MANIFEST)
     commit(staging, target)
 
 
 # -- the files of the ranks
 
 
-def _write_parts(model: PreTrainedModel, state: ParallelState, folder: Path, save_function: SaveFunction | None) -> Layout:
-    """Write this rank's file. Returns the layout of all, which only the leading rank's is complete in what a merge needs."""
+Reader = Callable[[str], Tensor]
+
+
+def agree_on_layout(model: PreTrainedModel, state: ParallelState, save_function: SaveFunction | None = None) -> Layout:
+    """What will be written, by all ranks. Only the leading rank's layout is complete in what a merge needs.
+
+    Communication: one all-gather of small objects over all ranks.
+    """
     dtypes = _agree_on_dtypes(together(lambda: _dtypes_here(model, state), what=WHAT))
-    serialization: Serialization = "safetensors" if save_function is None else "torch"
-    layout = layout_of(state.plan, dtypes, serialization)
-    written = together(lambda: _write_part(model, state, layout, folder, save_function), what=WHAT)
+    layout = layout_of(state.plan, dtypes, "safetensors" if save_function is None else "torch")
+    return with_merged_names(layout, model) if leads(state) else layout
+
+
+def model_reader(model: PreTrainedModel, state: ParallelState) -> Reader:
+    """Gives this rank's tensors as they are when they are asked for."""
+
+    def read(name: str) -> Tensor:
+        tensor = state.plan.tensor(name)
+        value, shape = local_tensor(find(model, tensor)), tensor.local_shape(state.mesh.at.tp_rank)
+        if tuple(value.shape) != shape or value.is_meta:
+            raise CheckpointError(
+                "a tensor of the model is not what its plan says",
+                where=name,
+                expected=str(shape),
+                got=f"{value.device} {tuple(value.shape)}",
+                hint="parameters that an optimizer has divided (ZeRO 3) must be gathered first",
+            )
+        return value
+
+    return read
+
+
+def write_parts(
+    layout: Layout,
+    state: ParallelState,
+    folder: Path,
+    read: Reader,
+    save_function: SaveFunction | None = None,
+    *,
+    group: Any = None,
+) -> Layout:
+    """Write this rank's file of a layout.
+
+    Args:
+        read: gives this rank's part of a tensor. Every data-parallel rank asks for all of its tensors, in the same order, since
+            FSDP gathers them then.
+        group: see ``together``.
+
+    Returns:
+        The layout, with what all files are.
+
+    Communication: one all-gather of small objects over all ranks.
+    """
+    written = together(lambda: _write_part(layout, state, folder, read, save_function), what=WHAT, group=group)
     files = {name: record for part in written if part is not None for name, record in [part]}
-    layout = dataclasses.replace(layout, files={name: files[name] for name in layout.file_names()})
-    return with_merged_names(layout, model) if _leads(state) else layout
+    return dataclasses.replace(layout, files={name: files[name] for name in layout.file_names()})
 
 
 def _write_part(
-    model: PreTrainedModel, state: ParallelState, layout: Layout, folder: Path, save_function: SaveFunction | None
+    layout: Layout, state: ParallelState, folder: Path, read: Reader, save_function: SaveFunction | None
 ) -> tuple[str, FileRecord] | None:
     at = state.mesh.at
     name = layout.file_name(at.tp_rank, at.pp_rank)
     specs = {tensor.name: tensor.local_spec(at.tp_rank) for tensor in layout.stored_in(at.tp_rank, at.pp_rank)}
     to_come = write_order(specs)
 
-    def read(tensor_name: str) -> Tensor:
+    def next_one(tensor_name: str) -> Tensor:
         to_come.remove(tensor_name)
-        value, spec = _local(find(model, state.plan.tensor(tensor_name))), specs[tensor_name]
-        if tuple(value.shape) != spec.shape or value.is_meta:
-            raise CheckpointError(
-                "a tensor of the model is not what its plan says",
-                where=tensor_name,
-                expected=str(spec),
-                got=f"{value.device} {tuple(value.shape)}",
-                hint="parameters that an optimizer has divided (ZeRO 3) must be gathered first",
-            )
-        return value
+        return read(tensor_name)
 
     try:
-        return _write_file(folder / name, specs, read, save_function) if at.dp_rank == 0 else None
+        return _write_file(folder / name, specs, next_one, save_function) if at.dp_rank == 0 else None
     finally:  # the other data-parallel ranks, and this one where it failed, take part in gathering what FSDP has divided
-        for tensor_name in to_come:
-            _local(find(model, state.plan.tensor(tensor_name)))
+        for tensor_name in list(to_come):
+            read(tensor_name)
 
 
 def _write_file(
-    path: Path, specs: dict[str, TensorSpec], read: Callable[[str], Tensor], save_function: SaveFunction | None
+    path: Path, specs: dict[str, TensorSpec], read: Reader, save_function: SaveFunction | None
 ) -> tuple[str, FileRecord]:
     if save_function is None:
         return path.name, write_safetensors(path, specs, read)
@@ -163,7 +203,7 @@ def _write_file(
     return path.name, record_of(path)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's tensor, gathered where FSDP has divided it over the data-parallel ranks."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -198,53 +238,10 @@ def _agree_on_dtypes(of_ranks: list[dict[str, torch.dtype]]) -> dict[str, torch.
     return dtypes
 
 
-# -- names in a merged checkpoint
-
-
-def with_merged_names(layout: Layout, model: PreTrainedModel) -> Layout:
-    """Say for every tensor under which name ``save_pretrained`` would write it, or that it would convert it."""
-    tied = [re.compile(pattern) for pattern in _tied_patterns(model)]
-    ignored = set(model._keys_to_ignore_on_save or ())
-    kept = {name: tensor for tensor in layout.tensors if (name := _kept_name(tensor, tied, ignored)) is not None}
-    recipes = recipes_for_saving({name: tensor.spec for name, tensor in kept.items()}, model)
-    merged = {recipe.input_names()[0]: recipe.first_name for recipe in recipes if recipe.converter is None}
-    name_of = {tensor.name: name for name, tensor in kept.items()}
-
-    def with_name(tensor: TensorLayout) -> TensorLayout:
-        name = name_of.get(tensor.name)
-        return dataclasses.replace(
-            tensor, merged_name=None if name is None else merged.get(name), converted=name is not None and name not in merged
-        )
-
-    return dataclasses.replace(layout, tensors=tuple(map(with_name, layout.tensors)))
-
-
-def _tied_patterns(model: PreTrainedModel) -> Iterator[str]:
-    for path, module in model.named_modules():
-        for pattern in getattr(module, "_tied_weights_keys", None) or ():
-            yield f"{path}.{pattern}" if path else pattern
-
-
-def _kept_name(tensor: TensorLayout, tied: list[re.Pattern[str]], ignored: set[str]) -> str | None:
-    """The one of its names under which ``save_pretrained`` writes a tensor: not those that are declared as tied to another."""
-    names = sorted(alias for alias in tensor.aliases if alias not in ignored)
-    dropped = [name for name in names if any(pattern.search(name) for pattern in tied)]
-    if len(dropped) == len(names):
-        dropped = dropped[:-1]
-    left = [name for name in names if name not in dropped]
-    if len(left) > 1:
-        raise CheckpointError(
-            "parameters are tied that the model class does not declare as tied",
-            where=", ".join(left),
-            expected="an entry in _tied_weights_keys of the model class",
-        )
-    return left[0] if left else None
-
-
 # -- the config
 
 
-def _write_config(model: PreTrainedModel, folder: Path) -> None:
+def write_config(model: PreTrainedModel, folder: Path) -> None:
     cls = transformers_class(type(model))
     config = copy.deepcopy(model.config)
     config.architectures = [cls.__name__]

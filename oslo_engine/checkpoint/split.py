@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from oslo_engine.checkpoint.atomic import MANIFEST
 from oslo_engine.checkpoint.layout import Layout, TensorLayout, read_layout
-from oslo_engine.checkpoint.safetensors_io import TensorSpec, record_of
+from oslo_engine.checkpoint.ranges import Piece, TensorSpec
+from oslo_engine.checkpoint.safetensors_io import record_of
 from oslo_engine.checkpoint.tensors import PickledSource, SafetensorsSource, TensorSource
 from oslo_engine.errors import CheckpointError
 from oslo_engine.shards import Span
@@ -25,9 +25,9 @@ class SplitSource(TensorSource):
 
     native = True
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.layout: Layout = read_layout(folder / MANIFEST)
+    def __init__(self, folder: Path, manifest: str = MANIFEST) -> None:
+        self.folder, self._manifest = folder, manifest
+        self.layout: Layout = read_layout(folder / manifest)
         self._tensors: dict[str, TensorLayout] = {alias: tensor for tensor in self.layout.tensors for alias in tensor.aliases}
         self._files: dict[str, TensorSource] = {}
         self._check_files()
@@ -41,24 +41,24 @@ class SplitSource(TensorSource):
     def identity(self, name: str) -> object:
         return self._tensors[name].name
 
-    def read(self, name: str, dim: int | None = None, spans: Sequence[Span] | None = None) -> Tensor:
+    def read_into(self, name: str, out: Tensor, dim: int, pieces: Sequence[Piece]) -> None:
         tensor = self._tensors[name]
         if tensor.shard is None:
-            return self._file(tensor, 0).read(tensor.name, dim, spans)
-        cut = tensor.shard.dim
-        across = None if dim is None or spans is None or dim == cut else (dim, spans)
-        wanted = [(0, tensor.shard.size)] if spans is None or dim != cut else spans
-        shape = _result_shape(tensor.shape, cut, wanted)
-        out = torch.empty(_result_shape(shape, *across) if across else shape, dtype=tensor.dtype)
-        for tp_rank, pairs in self._overlaps(tensor, wanted):
-            file, at_part = self._file(tensor, tp_rank), 0
-            # Cut in both dimensions: the file gives one cut, memory the other.
-            part = file.read(tensor.name, *across) if across else file.read(tensor.name, cut, [local for local, _ in pairs])
-            for (start, stop), at in pairs:
-                piece = part.narrow(cut, start if across else at_part, stop - start)
-                out.narrow(cut, at, stop - start).copy_(piece)
-                at_part += stop - start
-        return out
+            self._file(tensor, 0).read_into(tensor.name, out, dim, pieces)
+        elif dim == tensor.shard.dim:
+            for tp_rank, overlaps in self._overlaps(tensor, pieces):
+                self._file(tensor, tp_rank).read_into(tensor.name, out, dim, overlaps)
+        else:  # cut in both dimensions: the file gives one cut, memory the other
+            cut = tensor.shard.dim
+            spans, size = [(start, stop) for start, stop, _ in pieces], tensor.shard.size
+            for tp_rank, overlaps in self._overlaps(tensor, [(0, size, 0)]):
+                part = self._file(tensor, tp_rank).read(tensor.name, dim, spans)
+                for start, stop, at in overlaps:
+                    taken, done = part.narrow(cut, start, stop - start), 0
+                    for first, last, to in pieces:
+                        num = last - first
+                        out.narrow(cut, at, stop - start).narrow(dim, to, num).copy_(taken.narrow(dim, done, num))
+                        done += num
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
         for name in self.layout.file_names()[part::parts]:
@@ -73,24 +73,22 @@ class SplitSource(TensorSource):
                 )
 
     @staticmethod
-    def _overlaps(tensor: TensorLayout, wanted: Sequence[Span]) -> Iterator[tuple[int, list[tuple[Span, int]]]]:
-        """For each tp rank whose file is needed: (span in the file, where it goes in the result)."""
+    def _overlaps(tensor: TensorLayout, wanted: Sequence[Piece]) -> Iterator[tuple[int, list[Piece]]]:
+        """For each tp rank whose file is needed: (start and stop in the file, where it goes in the result)."""
         assert tensor.shard is not None
         taken: set[Span] = set()
         for tp_rank in tensor.tp_ranks_stored():
-            pairs: list[tuple[Span, int]] = []
+            pieces: list[Piece] = []
             local = 0
             for start, stop in tensor.shard.spans[tp_rank]:
-                at = 0
-                for first, last in wanted if (start, stop) not in taken else ():
+                for first, last, at in wanted if (start, stop) not in taken else ():
                     low, high = max(first, start), min(last, stop)
                     if low < high:
-                        pairs.append(((local + low - start, local + high - start), at + low - first))
-                    at += last - first
+                        pieces.append((local + low - start, local + high - start, at + low - first))
                 taken.add((start, stop))
                 local += stop - start
-            if pairs:
-                yield tp_rank, pairs
+            if pieces:
+                yield tp_rank, pieces
 
     def _file(self, tensor: TensorLayout, tp_rank: int) -> TensorSource:
         name = self.layout.file_name(tp_rank, tensor.pp_ranks[0])
@@ -116,7 +114,7 @@ class SplitSource(TensorSource):
             path = self.folder / name
             if not path.is_file():
                 raise CheckpointError(
-                    "a file of the split checkpoint is missing", where=str(path), expected=f"listed in {MANIFEST}"
+                    "a file of the split checkpoint is missing", where=str(path), expected=f"listed in {self._manifest}"
                 )
             if path.stat().st_size != record.size_bytes:
                 raise CheckpointError(
@@ -126,15 +124,11 @@ class SplitSource(TensorSource):
                     got=f"{path.stat().st_size} bytes",
                     hint="copy the checkpoint again",
                 )
-        for path in self.folder.glob("*_tp=*_pp=*"):
+        for path in self.folder.glob(f"*{self.layout.stem}_tp=*_pp=*"):
             if path.suffix in (".safetensors", ".bin") and path.name not in self.layout.files:
                 raise CheckpointError(
                     "a file does not belong to this split checkpoint",
                     where=str(path),
-                    expected=f"the {len(self.layout.files)} files of {MANIFEST}: tp={self.layout.tp}, pp={self.layout.pp}",
+                    expected=f"the {len(self.layout.files)} files in {self._manifest}: tp={self.layout.tp} pp={self.layout.pp}",
                     hint="delete it, or copy the checkpoint again",
                 )
-
-
-def _result_shape(shape: Sequence[int], dim: int, spans: Sequence[Span]) -> tuple[int, ...]:
-    return (*shape[:dim], sum(stop - start for start, stop in spans), *shape[dim + 1 :])

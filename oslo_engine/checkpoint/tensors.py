@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oslo_engine.checkpoint.safetensors_io import SafetensorsFile, TensorSpec
+from oslo_engine.checkpoint.ranges import Piece, TensorSpec, consecutive, resized
+from oslo_engine.checkpoint.safetensors_io import SafetensorsFile
 from oslo_engine.errors import CheckpointError
 from oslo_engine.shards import Span
 
@@ -33,11 +34,24 @@ class TensorSource(ABC):
     def spec(self, name: str) -> TensorSpec: ...
 
     @abstractmethod
-    def read(self, name: str, dim: int | None = None, spans: Sequence[Span] | None = None) -> Tensor:
-        """A tensor, or the concatenation of ``spans`` along ``dim`` of it, in memory of its own on the CPU.
+    def read_into(self, name: str, out: Tensor, dim: int, pieces: Sequence[Piece]) -> None:
+        """Read the entries from ``start`` to ``stop`` along ``dim`` into ``out`` from ``at`` on, for each (start, stop, at).
 
-        Only the bytes of the spans are read, as far as the form of the checkpoint allows it.
+        Only these bytes are read, as far as the form of the checkpoint allows it.
+
+        Args:
+            out: contiguous, on the CPU, with the type and shape of the tensor except along ``dim``.
         """
+
+    def read(self, name: str, dim: int | None = None, spans: Sequence[Span] | None = None) -> Tensor:
+        """A tensor, or the concatenation of ``spans`` along ``dim`` of it, in memory of its own on the CPU."""
+        shape = self.shape(name)
+        if dim is None or spans is None:
+            dim, spans = 0, ((0, shape[0] if shape else 1),)
+        pieces, size = consecutive(spans)
+        out = torch.empty(resized(shape, dim, size), dtype=self.dtype(name))
+        self.read_into(name, out, dim, pieces)
+        return out
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.spec(name).shape
@@ -77,8 +91,8 @@ class SafetensorsSource(TensorSource):
     def spec(self, name: str) -> TensorSpec:
         return self._file_of[name].specs[name]
 
-    def read(self, name: str, dim: int | None = None, spans: Sequence[Span] | None = None) -> Tensor:
-        return self._file_of[name].read(name, dim, spans)
+    def read_into(self, name: str, out: Tensor, dim: int, pieces: Sequence[Piece]) -> None:
+        self._file_of[name].read_into(name, out, dim, pieces)
 
 
 class PickledSource(TensorSource):
@@ -112,16 +126,17 @@ class PickledSource(TensorSource):
         tensor = self._tensors[name]
         return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    def read(self, name: str, dim: int | None = None, spans: Sequence[Span] | None = None) -> Tensor:
-        return cut(self._tensors[name], dim, spans)
+    def read_into(self, name: str, out: Tensor, dim: int, pieces: Sequence[Piece]) -> None:
+        copy_pieces(self._tensors[name], out, dim, pieces)
 
 
-def cut(tensor: Tensor, dim: int | None, spans: Sequence[Span] | None) -> Tensor:
-    """A copy of the concatenation of ``spans`` along ``dim``, or of the whole tensor."""
-    if dim is None or spans is None:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    pieces = [tensor.narrow(dim, start, stop - start) for start, stop in spans]
-    return torch.cat(pieces or [tensor.narrow(dim, 0, 0)], dim)
+def copy_pieces(tensor: Tensor, out: Tensor, dim: int, pieces: Sequence[Piece]) -> None:
+    """``TensorSource.read_into`` of a tensor in memory."""
+    if tensor.ndim == 0:
+        out.copy_(tensor)
+        return
+    for start, stop, at in pieces:
+        out.narrow(dim, at, stop - start).copy_(tensor.narrow(dim, start, stop - start))
 
 
 def load_pickled(path: Path) -> dict[str, Tensor]:

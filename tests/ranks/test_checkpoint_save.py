@@ -251,7 +251,7 @@ def die() -> None:
 
 
 @pytest.mark.parametrize(
-    ("merged", "bad_rank", "what"), [(False, 3, "write_safetensors"), (False, 0, "commit"), (True, 0, "write_merged")]
+    ("merged", "bad_rank", "what"), [(False, 3, "write_safetensors"), (False, 0, "commit"), (True, 0, "Merged")]
 )
 def test_a_killed_save_leaves_the_former_checkpoint(
     rank_pool: Any, tmp_path: Path, merged: bool, bad_rank: int, what: str

@@ -21,7 +21,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from oslo_engine.checkpoint.layout import FILE_NAMES, Layout, Serialization, layout_of
+from oslo_engine.checkpoint.atomic import MANIFEST
+from oslo_engine.checkpoint.layout import Layout, Serialization, layout_of
 from oslo_engine.checkpoint.place import find
 from oslo_engine.checkpoint.safetensors_io import record_of, write_safetensors
 from oslo_engine.checkpoint.save import with_merged_names
@@ -138,7 +139,7 @@ def write_split(
     for pp_rank in range(layout.pp):
         for tp_rank in range(layout.tp):
             stored = layout.stored_in(tp_rank, pp_rank)
-            path = folder / FILE_NAMES[serialization].format(tp=tp_rank, pp=pp_rank)
+            path = folder / layout.file_name(tp_rank, pp_rank)
             values = {t.name: local_slice(whole, plan.tensor(t.name), tp_rank).contiguous() for t in stored}
             if serialization == "torch":
                 torch.save(values, path)
@@ -146,7 +147,7 @@ def write_split(
             else:
                 files[path.name] = write_safetensors(path, {t.name: t.local_spec(tp_rank) for t in stored}, values.__getitem__)
     layout = with_merged_names(replace(layout, files=files), whole)
-    layout.write(folder)
+    layout.write(folder / MANIFEST)
     if with_config:
         whole.config.architectures = [type(whole).__name__]
         whole.config.save_pretrained(folder)

@@ -28,7 +28,7 @@ def test_a_layout_survives_the_file(tmp_path: Path, name: str) -> None:
     for tp, pp in LAYOUTS[name]:
         written = layout(name, tp, pp)
         written = replace(written, tensors=(replace(written.tensors[0], merged_name="other"), *written.tensors[1:]))
-        written.write(tmp_path)
+        written.write(tmp_path / "layout.json")
         assert read_layout(tmp_path / "layout.json") == written
 
 
@@ -85,7 +85,7 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_layout_is_an_error_that_names_the_file(tmp_path: Path, damage: Callable[[dict[str, Any]], Any]) -> None:
-    layout("gpt2", 2, 2).write(tmp_path)
+    layout("gpt2", 2, 2).write(tmp_path / "layout.json")
     path = tmp_path / "layout.json"
     data = json.loads(path.read_text())
     damage(data)

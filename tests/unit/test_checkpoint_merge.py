@@ -149,7 +149,7 @@ def test_everything_else_in_the_folder_is_copied_and_a_former_checkpoint_replace
     write_split(whole, plan_of(*MODELS["gpt2"](), 2, 1), tmp_path / "split")
     (tmp_path / "split" / "tokenizer.json").write_text("t")
     shutil.copytree(tmp_path / "split", tmp_path / "merged")  # the same folder name was used for a split save before
-    merge(tmp_path / "split", tmp_path / "merged")
+    merge(tmp_path / "split", tmp_path / "merged", overwrite=True)
     assert sorted(path.name for path in (tmp_path / "merged").iterdir()) == [
         "config.json",
         "model.safetensors",
@@ -158,11 +158,39 @@ def test_everything_else_in_the_folder_is_copied_and_a_former_checkpoint_replace
     assert not staging_folder(tmp_path / "merged").exists()
 
 
-def test_a_checkpoint_can_be_merged_in_its_own_folder(tmp_path: Path) -> None:
-    whole = whole_model("gpt2")
-    write_split(whole, plan_of(*MODELS["gpt2"](), 2, 1), tmp_path / "here")
-    merge(tmp_path / "here", tmp_path / "here")
-    same_as_saved(tmp_path / "here", whole, tmp_path / "right")
+def test_a_checkpoint_is_not_merged_over_itself(tmp_path: Path) -> None:
+    write_split(whole_model("gpt2"), plan_of(*MODELS["gpt2"](), 2, 1), tmp_path / "here")
+    (tmp_path / "link").symlink_to(tmp_path / "here")
+    for target in ("here", "link"):
+        with pytest.raises(CheckpointError, match="over itself"):
+            merge(tmp_path / "here", tmp_path / target, overwrite=True)
+
+
+def test_a_checkpoint_is_not_replaced_unasked(tmp_path: Path) -> None:
+    write_split(whole_model("gpt2"), plan_of(*MODELS["gpt2"](), 2, 1), tmp_path / "split")
+    whole_model("gpt2", seed=1).save_pretrained(tmp_path / "merged")
+    before = contents(tmp_path / "merged")
+    with pytest.raises(CheckpointError, match="already") as error:
+        merge(tmp_path / "split", tmp_path / "merged")
+    assert error.value.where == str(tmp_path / "merged")
+    assert contents(tmp_path / "merged") == before
+
+
+@pytest.mark.parametrize("size", ["50GB", "20KB"])
+def test_what_would_be_written_is_known_before(tmp_path: Path, size: str) -> None:
+    write_split(whole_model("gpt2"), plan_of(*MODELS["gpt2"](), 2, 2), tmp_path / "split")
+    told: list[tuple[int, int]] = []
+    planned = merge(tmp_path / "split", tmp_path / "merged", max_shard_size=size, dry_run=True)
+    assert not (tmp_path / "merged").exists()
+    merge(tmp_path / "split", tmp_path / "merged", max_shard_size=size, progress=lambda *bytes: told.append(bytes))
+    written = {path.name: path.stat().st_size for path in (tmp_path / "merged").iterdir()}
+    assert planned == {name: num for name, num in written.items() if not name.endswith(".index.json")}
+    assert told == sorted(told)
+    assert (
+        told[-1][0]
+        == told[-1][1]
+        == sum(spec.num_bytes for spec in map(open_source(tmp_path / "merged").spec, contents(tmp_path / "merged")))
+    )
 
 
 def test_an_altered_file_is_not_merged_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
@@ -175,7 +203,7 @@ def test_an_altered_file_is_not_merged_and_the_old_checkpoint_stays(tmp_path: Pa
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="altered"):
-        merge(tmp_path / "split", tmp_path / "merged")
+        merge(tmp_path / "split", tmp_path / "merged", overwrite=True)
     assert contents(tmp_path / "merged") == before
 
 

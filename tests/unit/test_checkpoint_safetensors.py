@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from oslo_engine.checkpoint import safetensors_io
+from oslo_engine.checkpoint import ranges, safetensors_io
 from oslo_engine.checkpoint.safetensors_io import DTYPES, SafetensorsFile, TensorSpec, record_of, write_safetensors
 from oslo_engine.errors import CheckpointError
 
@@ -68,8 +68,8 @@ def test_one_tensor_is_asked_for_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("run_bytes", [0, 1 << 30], ids=["run by run", "whole rows"])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_spans_are_what_indexing_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dim: int, run_bytes: int) -> None:
-    monkeypatch.setattr(safetensors_io, "DIRECT_RUN_BYTES", run_bytes)
-    monkeypatch.setattr(safetensors_io, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(ranges, "DIRECT_RUN_BYTES", run_bytes)
+    monkeypatch.setattr(ranges, "CHUNK_BYTES", 100)
     x = torch.randn(5, 7, 6)
     save_file({"before": torch.ones(3), "x": x}, tmp_path / "a.safetensors")
     file = SafetensorsFile(tmp_path / "a.safetensors")
@@ -107,6 +107,7 @@ def test_what_was_read_does_not_change_with_the_file(tmp_path: Path) -> None:
 
 
 def test_reads_larger_than_one_call_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "IO_BYTES", 7)
     monkeypatch.setattr(safetensors_io, "IO_BYTES", 7)
     x = torch.randn(11, 3)
     write_safetensors(tmp_path / "a.safetensors", {"x": TensorSpec(x.dtype, (11, 3))}, lambda name: x)

@@ -119,7 +119,7 @@ def test_entries_that_two_ranks_hold_are_read_from_the_first(tmp_path: Path) -> 
         files[layout.file_name(rank, 0)] = write_safetensors(
             tmp_path / layout.file_name(rank, 0), spec, {"x": local}.__getitem__
         )
-    replace(layout, files=files).write(tmp_path)
+    replace(layout, files=files).write(tmp_path / "layout.json")
     source = open_source(tmp_path)
     assert torch.equal(source.read("x"), right)
     assert torch.equal(source.read("x", 0, [(3, 6), (0, 1)]), torch.cat([right[3:], right[:1]]))

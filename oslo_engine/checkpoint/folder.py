@@ -1,0 +1,156 @@
+"""What stands in a checkpoint folder besides weights, and where a new one may be written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from oslo_engine.checkpoint.atomic import abandoned_on_error, begin, commit, is_checkpoint_file
+from oslo_engine.checkpoint.skeleton import meta_model
+from oslo_engine.checkpoint.source import floating_dtype
+from oslo_engine.checkpoint.split import SplitSource
+from oslo_engine.checkpoint.tensors import TensorSource
+from oslo_engine.errors import CheckpointError, UnsupportedError
+
+CONFIG = "config.json"
+# Of files that are no part of a checkpoint that we know: weights of other libraries, or pickles.
+FOREIGN = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".ot", ".pkl", ".pt", ".pth", ".safetensors"}
+
+Progress = Callable[[int, int], None]  # (bytes written, bytes in all)
+
+
+def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
+    """Refuse to write a checkpoint where one is, or where it is read from.
+
+    Raises:
+        CheckpointError: the target is the source, is a file, or has a checkpoint that was not to be overwritten.
+    """
+    if os.path.realpath(source) == os.path.realpath(target):
+        raise CheckpointError(
+            "the checkpoint would be written over itself", where=str(target), expected="another folder than the source"
+        )
+    if target.exists() and not target.is_dir():
+        raise CheckpointError("the place to write to is a file", where=str(target), expected="a folder, or nothing yet")
+    there = sorted(path.name for path in target.iterdir() if is_checkpoint_file(path.name)) if target.exists() else []
+    if there and not overwrite:
+        raise CheckpointError(
+            "the folder has a checkpoint already",
+            where=str(target),
+            got=", ".join(there[:3]) + (", ..." if len(there) > 3 else ""),
+            hint="choose another folder, or allow it to be replaced (--overwrite)",
+        )
+
+
+@dataclass
+class ByteCounter:
+    """Tells how many of all bytes are written."""
+
+    total: int
+    progress: Progress | None
+    done: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.done += num_bytes
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+@contextlib.contextmanager
+def replacing(target: Path, source: TensorSource, rest: list[Path]) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """A folder to write a new checkpoint into, which is put in place at the end, if the source proves to be unaltered.
+
+    The source's files are compared with their checksums on a thread of their own meanwhile.
+
+    Args:
+        rest: files to be taken over as they are.
+
+    Returns:
+        (the folder, a function that raises what was found so far: no need to go on)
+    """
+    with abandoned_on_error(target), ThreadPoolExecutor(1) as beside:
+        staging = begin(target)
+        checked = beside.submit(source.verify)
+        for path in rest:
+            shutil.copyfile(path, staging / path.name)
+        yield staging, lambda: checked.result() if checked.done() else None
+        checked.result()
+        commit(staging, target)
+
+
+def other_files(folder: Path) -> list[Path]:
+    """The config, the tokenizer and so on: files that a converted checkpoint takes over as they are."""
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file() and not is_checkpoint_file(path.name) and not path.name.startswith(".") and path.suffix not in FOREIGN
+    )
+
+
+def config_of(folder: Path) -> PretrainedConfig:
+    """The config in a checkpoint folder.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise CheckpointError("the checkpoint has no config", where=str(path), hint="copy the model's config.json there")
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:  # what json, Transformers and the config's own checks raise
+        raise CheckpointError(
+            "the config cannot be read", where=str(path), got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        ) from None
+
+
+def model_of(folder: Path, source: TensorSource) -> PreTrainedModel:
+    """The model that a checkpoint folder is about, without weights: its class by the layout or the config.
+
+    Raises:
+        CheckpointError: the config is missing or names no class of Transformers, or does not fit the class.
+        UnsupportedError: the weights are quantized.
+    """
+    config = config_of(folder)
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedError("quantized checkpoints cannot be split", where=str(folder), hint="dequantize it first")
+    name = source.layout.model if isinstance(source, SplitSource) else next(iter(config.architectures or ()), None)
+    cls = _class_of(name, folder)
+    if not isinstance(config, cls.config_class):
+        raise CheckpointError(
+            "the config is that of another model",
+            where=str(folder / CONFIG),
+            expected=f"{cls.config_class.__name__}, for {name}",
+            got=type(config).__name__,
+        )
+    dtype = config.dtype or floating_dtype(source) or torch.get_default_dtype()
+    try:
+        return meta_model(cls, config, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    except Exception as error:  # whatever a constructor raises for sizes that it cannot use
+        raise CheckpointError(
+            "the model class cannot be built from this config",
+            where=str(folder / CONFIG),
+            got=f"{type(error).__name__}: {error}",
+        ) from error
+
+
+def _class_of(name: str | None, folder: Path) -> Any:
+    import transformers
+
+    cls = getattr(transformers, name, None) if name else None
+    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+        raise CheckpointError(
+            "the model class of the checkpoint is not known",
+            where=str(folder / CONFIG),
+            expected="architectures: [NAME], a model class of Transformers",
+            got=name,
+        )
+    return cls
