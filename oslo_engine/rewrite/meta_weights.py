@@ -137,12 +137,15 @@ def _without_masks(args: Any) -> Any:
 
 
 def replace_buffers(model: nn.Module) -> None:
-    """Put zeros in the place of small meta buffers, one per distinct tensor."""
+    """Put zeros (ones for whole numbers, which models divide by) in the place of small meta buffers, one per distinct tensor."""
     stand_ins: dict[int, Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = stand_ins.setdefault(id(buffer), materialize(buffer))
+                small = materialize(buffer)
+                if small is not buffer and not (small.is_floating_point() or small.is_complex() or small.dtype is torch.bool):
+                    small = torch.ones_like(small)
+                module._buffers[name] = stand_ins.setdefault(id(buffer), small)
 
 
 @contextlib.contextmanager

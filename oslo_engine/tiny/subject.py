@@ -88,7 +88,13 @@ def _by_name(name: str, task: str | None) -> Subject:
 
     folder = Path(name)
     if not folder.is_dir() and name in CONFIG_MAPPING_NAMES:
-        return _of_config(CONFIG_MAPPING[name](), task, by_name=True)
+        try:
+            config = CONFIG_MAPPING[name]()
+        except Exception as error:  # whatever checks a class has for its own values
+            raise UnsupportedError(
+                "this model type does not take its own defaults", where=name, got=str(error), hint="pass a config"
+            ) from error
+        return _of_config(config, task, by_name=True)
     try:
         config = AutoConfig.from_pretrained(name)
     except Exception as error:  # OSError, ValueError and what the hub client raises

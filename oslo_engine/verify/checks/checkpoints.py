@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oslo_engine.errors import PlanError
+from oslo_engine.errors import PlanError, UnsupportedError
 from oslo_engine.methods import with_parallel_methods
 from oslo_engine.rewrite.state import parallel_state
 from oslo_engine.verify.checks.check import Check
@@ -101,7 +101,7 @@ def _load_elsewhere(trial: Trial, folder: Any) -> tuple[str, Any]:
             continue
         try:
             return f"tp={other[0]} pp={other[1]}", _load(trial, folder, *other)
-        except PlanError:  # too few heads or blocks
+        except (PlanError, UnsupportedError):  # too few heads or blocks, or no pipeline at all
             continue
     return "", None
 
