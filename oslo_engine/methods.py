@@ -104,15 +104,16 @@ class ParallelMethods(ParallelConstructors):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
         program = self._parallel.program
         refuse_what_ranks_cannot_agree_on(self, kwargs, pipeline=program is not None)
-        agreements: list[AgreeOnTokens] = []
-        self.__dict__["_oslo_agreements"] = agreements
+        agreements = self._parallel.agreements
+        agreements.clear()
         try:
             with program.generating() if program is not None else nullcontext():
                 output = super().generate(*args, **kwargs)  # type: ignore[misc]
         finally:
-            del self.__dict__["_oslo_agreements"]
-        if agreements and agreements[-1].seen is not None:
-            output["scores"] = tuple(agreements[-1].seen)
+            last = agreements.pop() if agreements else None
+            agreements.clear()
+        if last is not None and last.seen is not None:
+            output["scores"] = tuple(last.seen)
         return output
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +129,7 @@ class ParallelMethods(ParallelConstructors):
             plan = self._parallel.plan
             source = plan.rank_of_stage[-1] * plan.topology.tp
             processors.append(AgreeOnTokens(self._parallel.mesh.model, source, generation_config))
-            self.__dict__.get("_oslo_agreements", []).append(processors[-1])
+            self._parallel.agreements.append(processors[-1])
         return processors
 
     @property

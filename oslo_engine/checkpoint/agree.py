@@ -24,19 +24,24 @@ def together(action: Callable[[], T], *, what: str, group: Any = None) -> list[T
         The results by rank; only this rank's without torch.distributed.
 
     Raises:
-        OsloError: what the action raised on some rank; on the others with that rank's number, as a CheckpointError if it was
-            none of ours.
+        OsloError: what the action raised on some rank; on the others with that rank's number. What the operating system
+            refused is a CheckpointError on every rank, other errors of Python are one on the others.
 
     Communication: one all-gather of pickled objects over all ranks.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [action()]
     result: T | None = None
     mine: Exception | None = None
     try:
         result = action()
+    except OSError as error:  # a full disk, a file that cannot be opened
+        mine = CheckpointError(f"{what} failed", where=error.filename, got=error.strerror or str(error))
+        mine.__cause__ = error
     except Exception as error:
         mine = error
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        if mine is not None:
+            raise mine
+        return [result]  # type: ignore[list-item]
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, (result, None if mine is None else _portable(mine, what)), group=group)
     if mine is not None:

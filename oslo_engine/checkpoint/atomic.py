@@ -19,12 +19,15 @@ import errno
 import fcntl
 import fnmatch
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from oslo_engine.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "layout.json"
 EXCHANGED = ".exchanged"  # in a target whose former content still stands in the hidden folder
@@ -46,6 +49,9 @@ CHECKPOINT_FILES = (
     "pytorch_model.bin",
     "pytorch_model-?????-of-?????.bin",
     "pytorch_model.bin.index.json",
+    ".metadata",
+    "__*.distcp",
+    "shard-?????-model-?????-of-?????.safetensors",
 )
 # The files that make a loader look for others: first to go, last to come.
 ENTRY_POINTS = (
@@ -54,6 +60,7 @@ ENTRY_POINTS = (
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
+    ".metadata",
 )
 
 _AT_FDCWD = -100
@@ -80,7 +87,9 @@ def begin(target: Path) -> Path:
         staging.parent.mkdir(parents=True, exist_ok=True)
         recover(target)
         with _locked(staging.parent):
-            shutil.rmtree(staging, ignore_errors=True)
+            if staging.exists():
+                logger.warning("%s: cleared away what a save that did not finish had left", staging)
+                shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir()
     except OSError as error:
         raise CheckpointError("cannot write there", where=str(target), got=error.strerror) from None

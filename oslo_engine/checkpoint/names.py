@@ -23,6 +23,7 @@ from oslo_engine.checkpoint.safetensors_io import TensorSpec
 from oslo_engine.checkpoint.skeleton import META, meta_model, transformers_class
 from oslo_engine.checkpoint.tensors import TensorSource
 from oslo_engine.errors import CheckpointError
+from oslo_engine.rewrite.state import parallel_state
 
 
 @dataclass
@@ -72,9 +73,10 @@ def _unsplit(model: PreTrainedModel) -> PreTrainedModel:
     """A model whose parameters have their whole shapes, on meta: conversions look sizes up there."""
     if "_oslo" not in model.__dict__:
         return model
-    if "_oslo_unsplit" not in model.__dict__:
-        model.__dict__["_oslo_unsplit"] = meta_model(transformers_class(type(model)), model.config, model.dtype)
-    whole: PreTrainedModel = model.__dict__["_oslo_unsplit"]
+    state = parallel_state(model)
+    if state.unsplit is None:
+        state.unsplit = meta_model(transformers_class(type(model)), model.config, model.dtype)
+    whole: PreTrainedModel = state.unsplit
     return whole
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from oslo_engine.plan.units import look_up
+
 _FEATURES = ("in_features", "out_features", "nf", "nx")  # of linear layers: the engine keeps them right
 
 
@@ -22,22 +24,7 @@ def names_of(model: PreTrainedModel, anchors: Sequence[nn.Module], number: int) 
         anchors: the region's module in the blocks that are alike; a name must have the value in each.
     """
     found = dict.fromkeys(_candidates(model, anchors[0]))
-    return [name for name in found if all(look_up(model, anchor, name) == number for anchor in anchors)]
-
-
-def look_up(model: PreTrainedModel, anchor: nn.Module, name: str) -> int | None:
-    """As the plan does: the region's module first, then its config, then the model's."""
-    config = model.config
-    for owner in (anchor, getattr(anchor, "config", None), config.get_text_config(), config):
-        value: Any = owner
-        try:
-            for part in name.split("."):
-                value = getattr(value, part, None)
-        except Exception:  # configs with settings for each layer refuse to give one for all
-            continue
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None
+    return [name for name in found if all(look_up(model, [anchor], name) == number for anchor in anchors)]
 
 
 def _candidates(model: PreTrainedModel, anchor: nn.Module) -> Iterator[str]:

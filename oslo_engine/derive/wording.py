@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from oslo_engine.derive.dependencies import is_linear, out_dim
 from oslo_engine.derive.entry import Entry, common_module
-from oslo_engine.derive.numbers import is_number, look_up, names_of
+from oslo_engine.derive.numbers import is_number, names_of
 from oslo_engine.derive.trial import Local
 from oslo_engine.derive.units import ALL, GROUP, UNIT, CutTensor, Layout, Part
 from oslo_engine.errors import PolicyError
 from oslo_engine.plan.expressions import evaluate
-from oslo_engine.plan.units import FEATURE
+from oslo_engine.plan.units import FEATURE, look_up
 from oslo_engine.policy.schema import Region, Unit
 
 
@@ -207,7 +207,7 @@ class Wording:
             return False
 
     def _look_up(self, name: str) -> int | None:
-        return look_up(self.model, self.anchor, name)
+        return look_up(self.model, [self.anchor], name)
 
     def _shape(self) -> Any:
         cuts = {

@@ -95,7 +95,7 @@ class Units:
 
     def has(self, attribute: str, value: object) -> bool:
         """Whether the module or the config has this attribute with this value."""
-        return any(getattr(owner, attribute, None) == value for owner in self._owners())
+        return any(getattr(owner, attribute, None) == value for owner in _owners(self.model, [self.module]))
 
     def value(self, expression: str, rank: int, where: str, module: nn.Module | None = None) -> int:
         """An expression on a tp rank: units mean this rank's number of items."""
@@ -108,17 +108,10 @@ class Units:
         return evaluate(expression, lookup, where=where)
 
     def _number(self, name: str, module: nn.Module | None = None) -> int:
-        for owner in (module, *self._owners()):
-            value: Any = owner
-            for part in name.split("."):
-                value = getattr(value, part, None)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
-        raise KeyError(name)
-
-    def _owners(self) -> list[Any]:
-        config = self.model.config
-        return [self.module, getattr(self.module, "config", None), config.get_text_config(), config]
+        number = look_up(self.model, [*([] if module is None else [module]), self.module], name)
+        if number is None:
+            raise KeyError(name)
+        return number
 
     def _count(self, name: str) -> int:
         where = self.wheres[name]
@@ -144,3 +137,21 @@ class Units:
 
     def _what(self, name: str) -> str:
         return f"{self.units[name].count} of {type(self.model).__name__}"
+
+
+def look_up(model: PreTrainedModel, modules: Sequence[nn.Module], name: str) -> int | None:
+    """The whole number of this name (or dotted path): of the modules first, then of the last one's config, then the model's."""
+    for owner in _owners(model, modules):
+        value: Any = owner
+        try:
+            for part in name.split("."):
+                value = getattr(value, part, None)
+        except Exception:  # configs with settings for each layer refuse to give one for all
+            continue
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def _owners(model: PreTrainedModel, modules: Sequence[nn.Module]) -> list[Any]:
+    return [*modules, getattr(modules[-1], "config", None), model.config.get_text_config(), model.config]

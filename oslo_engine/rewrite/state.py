@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -25,6 +25,8 @@ class ParallelState:
     micro_batch_size: rows of a micro-batch.
     program: runs the stages of this rank (a ``pipeline.program.PipelineProgram``); None where pp == 1.
     batches_compared: how many training batches the tp ranks have compared with one another.
+    unsplit: the whole model on meta, where something asked for its shapes.
+    agreements: what made the ranks choose the same tokens, in the ``generate`` that runs just now.
     """
 
     plan: Plan
@@ -34,6 +36,8 @@ class ParallelState:
     micro_batch_size: int = 1
     program: Any = None
     batches_compared: int = 0
+    unsplit: Any = None
+    agreements: list[Any] = field(default_factory=list)
 
     def held(self) -> list[TensorPlan]:
         """The tensors this rank holds, in the order of the model."""
