@@ -137,7 +137,7 @@ def _without_masks(args: Any) -> Any:
 
 
 def replace_buffers(model: nn.Module) -> None:
-    """Put zeros (ones for whole numbers, which models divide by) in the place of small meta buffers, one per distinct tensor."""
+    """Put zeros (ones for whole numbers: models divide by them) in the place of small meta buffers, one per distinct tensor."""
     stand_ins: dict[int, Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():

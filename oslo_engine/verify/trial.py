@@ -95,7 +95,21 @@ def build_trial(subject: Subject, settings: Settings, tied: bool | None, folder:
         reference.generation_config = _generation_config(reference.config)
     if settings.gradient_checkpointing and not reference.supports_gradient_checkpointing:
         raise UnsupportedError("this class knows no gradient checkpointing", where=subject.name)
+    _check_runs(reference, settings)
     return Trial(subject, settings, folder, reference, split(reference, settings))
+
+
+def _check_runs(reference: PreTrainedModel, settings: Settings) -> None:
+    """Whether the unsplit model computes anything from text alone."""
+    shape = training_shapes(pp=settings.pp, micro_batch_size=settings.micro_batch_size, multiple=1)[0]
+    batch = make_batch(reference.config, shape, micro_batch_size=settings.micro_batch_size, seed=0, model=reference)
+    try:
+        with torch.no_grad():
+            reference.eval()(**batch)
+    except Exception as error:  # whatever a class raises that wants sound or pictures
+        raise UnsupportedError(
+            "the unsplit model does not run on text alone", where=type(reference).__name__, got=str(error).partition("\n")[0]
+        ) from error
 
 
 def use_eager_experts(model: nn.Module) -> None:

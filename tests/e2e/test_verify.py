@@ -160,6 +160,7 @@ def test_ranks_and_their_folder_are_gone_afterwards(tmp_path: Path, monkeypatch:
         ("gpt2", {"pp": 4, "layers": 2}, "fewer blocks"),
         ("t5", {"tp": 2, "tied": False}, "does not untie"),
         (GPT2Config(), {"tp": 2, "policy": "bert"}, "no stack of the policy"),
+        ("voxtral_realtime", {"tp": 2}, "does not run on text alone"),
     ],
 )
 def test_model_that_cannot_be_split_so_is_refused(model: Any, settings: dict[str, Any], complaint: str) -> None:
