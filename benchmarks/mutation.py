@@ -142,7 +142,8 @@ def engine_faults(plan: Any, cut_plan: Any, has_dropout: bool) -> Iterator[Fault
         yield Fault("missing gradient sync", "parameters of two stages", None, "tied_gradients_not_summed", two_stages)
     yield Fault("carried value forgotten", "the last one", None, "a_carried_value_is_forgotten", two_stages)
     yield Fault("wrong cut", "one block later", None, "a_block_runs_on_the_wrong_stage", two_stages)
-    yield Fault("random stream swapped", "sharded for shared", None, "same_masks_on_all_ranks", (("tp", 2), ("dropout", 0.1)))
+    if has_dropout:
+        yield Fault("random stream swapped", "sharded for shared", None, "same_masks_on_all_ranks", (("tp", 2), ("dropout", 0.1)))
 
 
 # -- running them
@@ -194,7 +195,8 @@ def judge(task: str, kind: str, fault: Fault, timeout_s: float) -> Verdict:
     try:
         report = verify(model, task=None if fault.sabotage else task, policy=fault.policy, timeout_s=timeout_s, **settings)
     except OsloError as error:
-        return verdict(True, f"refused: {' '.join(str(error).split())[:120]}")
+        # A refusal notices a wrong policy; it says nothing about a broken engine.
+        return verdict(not fault.sabotage, f"refused: {' '.join(str(error).split())[:120]}")
     failed = [row.name for row in report.rows if row.verdict == "fail"]
     return verdict(not report.ok, ", ".join(failed[:3]) or "an error in the ranks" if not report.ok else "survived")
 
