@@ -72,7 +72,8 @@ def policy_faults(policy: Any, used: set[str]) -> Iterator[Fault]:
     """Args: used: names of the regions that the architecture has."""
     content = policy.model_dump(mode="json")
     # What follows the ratio of heads to KV heads shows where ranks share a KV head.
-    shared = (("tp", 4),) if any(unit["per"] for unit in content["units"].values()) else (("tp", 2),)
+    units = [unit for part in (content, *content["regions"].values()) for unit in part["units"].values()]
+    shared = (("tp", 4),) if any(unit["per"] for unit in units) else (("tp", 2),)
     for name, region in content["regions"].items():
         if name in used:
             for kind, where, changed in region_faults(region):
