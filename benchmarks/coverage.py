@@ -73,7 +73,7 @@ def run(task: str, model_type: str, layout: str, key: str, policy: Any, timeout_
             return _judged(verify(model_type, task=task, policy=policy, timeout_s=timeout_s, **settings), result)
         except OsloError as error:
             if "no size for kv_heads" not in error.what or settings.pop("kv_heads", None) is None:
-                return result("refused", _one_line(error))
+                return result("refused", one_line(error))
 
 
 def _judged(report: Any, result: Any) -> Result:
@@ -85,8 +85,8 @@ def _judged(report: Any, result: Any) -> Result:
     return result("fail", " | ".join(part for part in (told, error[-1] if error else "") if part)[:400])
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:400]
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).replace(f"{ROOT}/", "").split())[:400]
 
 
 def key_of(policy: Any) -> str:

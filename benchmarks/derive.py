@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from benchmarks.coverage import ENVIRONMENT, LAYOUTS, ROOT, Results, run
+from benchmarks.coverage import ENVIRONMENT, LAYOUTS, ROOT, Results, one_line, run
 
 OUTPUT = ROOT / "benchmarks" / "results" / "derive.json"
 LIMIT_S = 30
@@ -38,8 +38,12 @@ def prove(task: str, kind: str, layout: str, timeout_s: float) -> dict[str, Any]
         try:
             derived = derive(find_subject(kind, task))
         except OsloError as error:
-            reason = " ".join(str(error).split())[:400]
-            return {"status": "refused", "reason": reason, "derive_s": round(time.thread_time() - started, 1), "notes": []}
+            return {
+                "status": "refused",
+                "reason": one_line(error),
+                "derive_s": round(time.thread_time() - started, 1),
+                "notes": [],
+            }
         seconds = round(time.thread_time() - started, 1)
     result = run(task, kind, layout, "", derived.policy, timeout_s)
     return {"status": result.status, "reason": result.reason, "derive_s": seconds, "notes": list(derived.notes)}
