@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from oslo_engine.api import parallelize
-    from oslo_engine.checkpoint.training import load_training, save_training
+    from oslo_engine.checkpoint.resume import load_training
+    from oslo_engine.checkpoint.training import save_training
     from oslo_engine.errors import (
         BatchError,
         CheckpointError,
@@ -71,7 +72,7 @@ _MODULE_OF = {
     "Topology": "topology",
     "clip_grad_norm_": "rewrite.gradients",
     "gather_logits": "layers.vocab_shard",
-    "load_training": "checkpoint.training",
+    "load_training": "checkpoint.resume",
     "parallelize": "api",
     "record_timeline": "pipeline.recording",
     "save_training": "checkpoint.training",

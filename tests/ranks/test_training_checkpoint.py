@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import oslo_engine as oslo
-from oslo_engine.checkpoint import training
+from oslo_engine.checkpoint import resume, training
 from oslo_engine.checkpoint.source import open_source
 from oslo_engine.errors import CheckpointError, OsloError
 from split_models import VOCAB, whole_model
@@ -183,6 +183,9 @@ def test_a_training_checkpoint_is_a_split_checkpoint(rank_pool: Any, tmp_path: P
 # -- what is refused
 
 
+ALTERED = ["objects.pt", "random_rank=1.pt", "optimizer_tp=1_pp=0.safetensors", "model_tp=0_pp=0.safetensors"]
+
+
 class WithFunction:
     def state_dict(self) -> dict[str, Any]:
         return {"function": print}
@@ -237,10 +240,11 @@ def spoil(folder: Path, what: str) -> None:
     elif what == "version":
         record = json.loads((folder / "training.json").read_text())
         (folder / "training.json").write_text(json.dumps({**record, "version": 99}))
-    elif what == "altered":
-        content = bytearray((folder / "objects.pt").read_bytes())
-        content[len(content) // 2] ^= 1
-        (folder / "objects.pt").write_bytes(content)
+    elif what.startswith("altered "):
+        path = folder / what.removeprefix("altered ")
+        content = bytearray(path.read_bytes())
+        content[-10] ^= 1
+        path.write_bytes(content)
     elif what == "missing":
         (folder / "optimizer_tp=1_pp=0.safetensors").unlink()
     elif what == "truncated":
@@ -261,7 +265,7 @@ def spoil(folder: Path, what: str) -> None:
         ("model", "with another model"),
         ("no record", "no training to go on with"),
         ("version", "another version"),
-        ("altered", "objects.pt"),
+        *((f"altered {file}", file) for file in ALTERED),
         ("missing", "optimizer_tp=1_pp=0.safetensors"),
         ("truncated", "optimizer_tp=1_pp=0.safetensors"),
     ],
@@ -324,11 +328,11 @@ def unused(folder: Path) -> list[str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    training.logger.addHandler(handler)
+    resume.logger.addHandler(handler)
     try:
         oslo.load_training(folder, run.model)
     finally:
-        training.logger.removeHandler(handler)
+        resume.logger.removeHandler(handler)
     return records
 
 
