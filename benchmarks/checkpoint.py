@@ -251,7 +251,7 @@ def draw(path: Path, conversions: list[dict[str, Any]], loading: list[dict[str, 
     kinds = [row["what"].rpartition(", ")[2] for row in loading]
     read.bar(kinds, [row["read of slice"] for row in loading], 0.5)
     read.axhline(1, color="gray", linestyle=":")
-    read.set(title="Loading one of 2 tp ranks: bytes read / bytes of its slices")
+    read.set(title="Loading at tp=2: bytes read / bytes of slices")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from oslo_engine.checkpoint.policy_hash import hash_of_policy
 from oslo_engine.comm.fingerprint import fingerprint, fingerprints_of_ranks
 from oslo_engine.comm.mesh import Mesh
 from oslo_engine.comm.random import RandomStreams
@@ -64,6 +65,7 @@ def assemble(
         defer_weight_gradients=schedule.startswith("zero-bubble") and plan.num_stages > 1,
     )
     state.micro_batch_size = micro_batch_size
+    state.policy_hash = hash_of_policy(chosen)
     if layout.flows is not None:
         state.program = ModelProgram(model, state, layout.flows)
     return model

@@ -20,6 +20,7 @@ from oslo_engine.assemble import assemble
 from oslo_engine.checkpoint.agree import together
 from oslo_engine.checkpoint.initialize import initialize_like_unsplit, initialize_missing
 from oslo_engine.checkpoint.load import LoadReport, load_weights
+from oslo_engine.checkpoint.policy_hash import warn_of_another_policy
 from oslo_engine.checkpoint.skeleton import meta_model, transformers_class
 from oslo_engine.checkpoint.source import TensorSource, floating_dtype, open_source, verify_source
 from oslo_engine.comm.mesh import Mesh, build_mesh
@@ -119,6 +120,7 @@ def load_parallel(
             seed=seed,
         )
         plan = parallel_state(model).plan
+        warn_of_another_policy(source, parallel_state(model).policy_hash)
         asked = None if dtype == "auto" else model.dtype
         rest = _only(plan, lambda names: not names & resized)
         load = partial(

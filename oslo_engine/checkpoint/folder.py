@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from oslo_engine.checkpoint.atomic import abandoned_on_error, begin, commit, is_checkpoint_file
+from oslo_engine.checkpoint.dcp import is_dcp_folder
 from oslo_engine.checkpoint.skeleton import meta_model
 from oslo_engine.checkpoint.source import floating_dtype
 from oslo_engine.checkpoint.split import SplitSource
@@ -50,40 +50,45 @@ def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
         )
 
 
-@dataclass
-class ByteCounter:
-    """Tells how many of all bytes are written."""
-
-    total: int
-    progress: Progress | None
-    done: int = 0
-
-    def add(self, num_bytes: int) -> None:
-        self.done += num_bytes
-        if self.progress is not None:
-            self.progress(self.done, self.total)
-
-
 @contextlib.contextmanager
-def replacing(target: Path, source: TensorSource, rest: list[Path]) -> Iterator[tuple[Path, Callable[[], None]]]:
+def replacing(
+    target: Path, source: TensorSource, rest: list[Path], num_bytes: int, progress: Progress | None
+) -> Iterator[tuple[Path, Callable[[int], None]]]:
     """A folder to write a new checkpoint into, which is put in place at the end, if the source proves to be unaltered.
 
     The source's files are compared with their checksums on a thread of their own meanwhile.
 
     Args:
         rest: files to be taken over as they are.
+        num_bytes: of all tensors that will be written.
 
     Returns:
-        (the folder, a function that raises what was found so far: no need to go on)
+        (the folder, what must be told of bytes that were written; it raises what was found so far: no need to go on)
+
+    Raises:
+        CheckpointError: the source was altered, or the target cannot be written (a full disk).
     """
-    with abandoned_on_error(target), ThreadPoolExecutor(1) as beside:
-        staging = begin(target)
-        checked = beside.submit(source.verify)
-        for path in rest:
-            shutil.copyfile(path, staging / path.name)
-        yield staging, lambda: checked.result() if checked.done() else None
-        checked.result()
-        commit(staging, target)
+    done = 0
+
+    def written(more: int) -> None:
+        nonlocal done
+        done += more
+        if progress is not None:
+            progress(done, num_bytes)
+        if checked.done():
+            checked.result()
+
+    try:
+        with abandoned_on_error(target), ThreadPoolExecutor(1) as beside:
+            staging = begin(target)
+            checked = beside.submit(source.verify)
+            for path in rest:
+                shutil.copyfile(path, staging / path.name)
+            yield staging, written
+            checked.result()
+            commit(staging, target)
+    except OSError as error:
+        raise CheckpointError("cannot write the checkpoint", where=str(target), got=error.strerror or str(error)) from error
 
 
 def other_files(folder: Path) -> list[Path]:
@@ -102,10 +107,12 @@ def config_of(folder: Path) -> PretrainedConfig:
         CheckpointError: there is none, or it cannot be read.
     """
     path = folder / CONFIG
+    if not path.is_file() and is_dcp_folder(folder):  # a Trainer puts these files into a folder of their own
+        path = folder.parent / CONFIG
     if not path.is_file():
         raise CheckpointError("the checkpoint has no config", where=str(path), hint="copy the model's config.json there")
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(path.parent)
     except Exception as error:  # what json, Transformers and the config's own checks raise
         raise CheckpointError(
             "the config cannot be read", where=str(path), got=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

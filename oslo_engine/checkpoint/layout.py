@@ -74,6 +74,7 @@ class Layout:
 
     tp, pp: how many files on each axis.
     policy, model: the names of the policy and of the model class it was saved with.
+    policy_hash: of what the policy said then; empty where there was none.
     files: what each file must be.
     stem: what the names of the files begin with.
     """
@@ -86,6 +87,7 @@ class Layout:
     tensors: tuple[TensorLayout, ...]
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     stem: str = "model"
+    policy_hash: str = ""
 
     def file_name(self, tp_rank: int, pp_rank: int) -> str:
         return FILE_NAMES[self.serialization].format(stem=self.stem, tp=tp_rank, pp=pp_rank)
@@ -104,6 +106,7 @@ class Layout:
             "tp": self.tp,
             "pp": self.pp,
             "policy": self.policy,
+            "policy_hash": self.policy_hash,
             "model": self.model,
             "serialization": self.serialization,
             "stem": self.stem,
@@ -114,16 +117,18 @@ class Layout:
         path.write_text(f'{head},\n  "tensors": [\n    {tensors}\n  ]\n}}\n', encoding="utf-8")
 
 
-def layout_of(plan: Plan, dtypes: Mapping[str, torch.dtype], serialization: Serialization) -> Layout:
+def layout_of(plan: Plan, dtypes: Mapping[str, torch.dtype], serialization: Serialization, *, policy_hash: str = "") -> Layout:
     """The layout in which a plan's tensors are saved.
 
     Args:
         dtypes: the type of each tensor as it is now, by its first name.
+        policy_hash: of the policy with which it was planned.
     """
     return Layout(
         tp=plan.topology.tp,
         pp=plan.topology.pp,
         policy=plan.policy,
+        policy_hash=policy_hash,
         model=plan.model,
         serialization=serialization,
         tensors=tuple(
@@ -173,6 +178,7 @@ def read_layout(path: Path) -> Layout:
             tensors=tuple(_tensor_from_json(entry, data["tp"], data["pp"]) for entry in data["tensors"]),
             files={name: FileRecord(int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in data["files"].items()},
             stem=data.get("stem", "model"),
+            policy_hash=str(data.get("policy_hash", "")),
         )
         _require(layout.stem.isidentifier(), f"stem {layout.stem!r}")
         names = [alias for tensor in layout.tensors for alias in tensor.aliases]

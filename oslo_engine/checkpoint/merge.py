@@ -1,7 +1,8 @@
 """One process puts a split checkpoint together into what ``save_pretrained`` of the unsplit model would have written.
 
-Only about one tensor is in memory at a time. Names, ties and conversions are those that were worked out when the checkpoint was
-saved; the model is needed, as a skeleton, only where Transformers stores tensors in another form than the model has (experts).
+Nothing but what is converted is ever in memory as a whole. Names, ties and conversions are those that were worked out when the
+checkpoint was saved; the model is needed, as a skeleton, only where Transformers stores tensors in another form than the model
+has (experts).
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oslo_engine.checkpoint.folder import ByteCounter, Progress, check_target, model_of, other_files, replacing
+from oslo_engine.checkpoint.folder import Progress, check_target, model_of, other_files, replacing
 from oslo_engine.checkpoint.layout import Layout
 from oslo_engine.checkpoint.names import Recipe, recipes_for_saving
-from oslo_engine.checkpoint.safetensors_io import TensorSpec, size_of_file, write_safetensors
+from oslo_engine.checkpoint.safetensors_io import SafetensorsWriter, TensorSpec, size_of_file, write_order
 from oslo_engine.checkpoint.skeleton import META
 from oslo_engine.checkpoint.source import open_source
 from oslo_engine.checkpoint.split import SplitSource
+from oslo_engine.checkpoint.stream import Copier, whole_into
 from oslo_engine.errors import CheckpointError
 
 
@@ -58,9 +60,9 @@ def merge(
     rest = other_files(split_folder)
     sizes = merged.sizes() | {path.name: path.stat().st_size for path in rest}
     if not dry_run:
-        counter = ByteCounter(sum(spec.num_bytes for spec in merged.specs.values()), progress)
-        with replacing(out_folder, source, rest) as (staging, check):
-            merged.write(staging, after=lambda name: (counter.add(merged.specs[name].num_bytes), check()))
+        num_bytes = sum(spec.num_bytes for spec in merged.specs.values())
+        with replacing(out_folder, source, rest, num_bytes, progress) as (staging, written):
+            merged.write(staging, written)
     return sizes
 
 
@@ -79,7 +81,7 @@ class Merged:
             skeleton = model_of(source.folder, source)
         recipes = _recipes(source, skeleton)
         self.specs: dict[str, TensorSpec] = {name: spec for recipe in recipes for name, spec in recipe.outputs.items()}
-        self._layout, self._maker = source.layout, _Maker(source, recipes, skeleton)
+        self._source, self._maker = source, _Maker(source, recipes, skeleton)
         stand_ins = {name: torch.empty(spec.shape, dtype=spec.dtype, device=META) for name, spec in self.specs.items()}
         self._shards = split_torch_state_dict_into_shards(
             stand_ins, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
@@ -89,22 +91,25 @@ class Merged:
         """By file."""
         return {name: size_of_file(self._specs_in(name)) for name in self._shards.filename_to_tensors}
 
-    def write(self, folder: Path, *, after: Callable[[str], object] = lambda name: None) -> None:
+    def write(self, folder: Path, written: Callable[[int], None] = lambda num_bytes: None) -> None:
         """Write the files, and an index where there are several.
 
         Args:
-            after: is called with the name of every tensor that was made.
+            written: is told how many bytes were written since it was last told.
         """
-
-        def make(name: str) -> Tensor:
-            tensor = self._maker.make(name)
-            after(name)
-            return tensor
-
+        copier = Copier(self._source, written)
         for file_name in self._shards.filename_to_tensors:
-            write_safetensors(folder / file_name, self._specs_in(file_name), make)
+            specs = self._specs_in(file_name)
+            with SafetensorsWriter(folder / file_name, specs) as writer:
+                for name in write_order(specs):
+                    stored, target = self._maker.stored(name), whole_into(writer, specs[name])
+                    if stored is not None:
+                        copier.copy(stored, [target])
+                    else:
+                        copier.copy_whole(self._maker.make(name), [target])
+                writer.finish()
         if self._shards.is_sharded:
-            metadata = {"total_parameters": _num_parameters(self._layout), **self._shards.metadata}
+            metadata = {"total_parameters": _num_parameters(self._source.layout), **self._shards.metadata}
             index = {"metadata": metadata, "weight_map": self._shards.tensor_to_filename}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
@@ -114,21 +119,23 @@ class Merged:
 
 
 class _Maker:
-    """Makes the merged tensors one by one; what a conversion made besides the tensor asked for waits for its turn."""
+    """Makes the merged tensors that are converted; what a conversion made besides the tensor asked for waits for its turn."""
 
     def __init__(self, source: SplitSource, recipes: list[Recipe], skeleton: PreTrainedModel | None) -> None:
         self.source, self.skeleton = source, skeleton
         self.recipe_of: Mapping[str, Recipe] = {name: recipe for recipe in recipes for name in recipe.outputs}
         self.waiting: dict[str, Tensor] = {}
 
+    def stored(self, name: str) -> str | None:
+        """The name under which the source has just this tensor; None if it must be made."""
+        recipe = self.recipe_of[name]
+        return recipe.input_names()[0] if recipe.converter is None else None
+
     def make(self, name: str) -> Tensor:
         if name not in self.waiting:
             recipe = self.recipe_of[name]
-            inputs = {key: self.source.read(key) for key in recipe.input_names()}
-            if recipe.converter is None:
-                return inputs[recipe.input_names()[0]]
             assert self.skeleton is not None
-            self.waiting |= recipe.make(inputs, self.skeleton)
+            self.waiting |= recipe.make({key: self.source.read(key) for key in recipe.input_names()}, self.skeleton)
         return self.waiting.pop(name)
 
 

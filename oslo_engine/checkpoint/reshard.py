@@ -1,14 +1,13 @@
-"""One process turns any checkpoint into a split one, at any tp and pp, with about one tensor in memory.
+"""One process turns any checkpoint into a split one, at any tp and pp, without having it in memory.
 
-Every tensor is read once, whole, and its slices are appended to the files of all the tp ranks that hold it. The layout, the
-names and the order are those of a save, so the files are the ones that the ranks themselves would write.
+The files of the tp ranks are written side by side, tensor by tensor. The layout, the names and the order are those of a save,
+so the files are the ones that the ranks themselves would write.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -16,27 +15,28 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oslo_engine.checkpoint.atomic import MANIFEST, sync
-from oslo_engine.checkpoint.folder import ByteCounter, Progress, check_target, model_of, other_files, replacing
+from oslo_engine.checkpoint.complete import check_complete, made_by_class
+from oslo_engine.checkpoint.folder import Progress, check_target, model_of, other_files, replacing
 from oslo_engine.checkpoint.initialize import initialize_missing
-from oslo_engine.checkpoint.layout import Layout, Serialization, TensorLayout, layout_of
+from oslo_engine.checkpoint.layout import FILE_NAMES, Layout, Serialization, TensorLayout, layout_of
 from oslo_engine.checkpoint.merged_names import with_merged_names
 from oslo_engine.checkpoint.place import find
+from oslo_engine.checkpoint.policy_hash import hash_of_policy, warn_of_another_policy
 from oslo_engine.checkpoint.safetensors_io import (
     FileRecord,
     SafetensorsFile,
     SafetensorsWriter,
     TensorSpec,
-    as_bytes,
     record_of,
-    runs_of_bytes,
     size_of_file,
     write_order,
 )
 from oslo_engine.checkpoint.source import open_source
 from oslo_engine.checkpoint.split import SplitSource
-from oslo_engine.checkpoint.supply import Supplier, Supplies, supplies_for, without
+from oslo_engine.checkpoint.stream import Copier, Target, whole_into
+from oslo_engine.checkpoint.supply import Supplier, supplies_for
 from oslo_engine.checkpoint.tensors import TensorSource
-from oslo_engine.errors import CheckpointError
+from oslo_engine.errors import UnsupportedError
 from oslo_engine.pipeline.orders import rank_of_stage
 from oslo_engine.plan.plan import Plan
 from oslo_engine.policy.registry import find_policy
@@ -76,43 +76,49 @@ def reshard(
         PolicyError, PlanError: the model cannot be split like this.
     """
     source_folder, out_folder = Path(source_folder), Path(out_folder)
+    if serialization not in FILE_NAMES:
+        raise UnsupportedError(
+            "no such form of files", where="serialization", expected=" or ".join(FILE_NAMES), got=repr(serialization)
+        )
     check_target(source_folder, out_folder, overwrite=overwrite)
     source = open_source(source_folder)
     model = model_of(source_folder, source)
-    plan = _plan(model, policy, Topology(tp=tp, pp=pp), expert_split)
+    chosen = None if tp == pp == 1 and policy is None else find_policy(policy, model.config.model_type)
+    warn_of_another_policy(source, hash_of_policy(chosen))
+    plan = _plan(model, chosen, Topology(tp=tp, pp=pp), expert_split)
     values = _Values(source, source_folder, model, plan)
-    layout = _layout(source, model, plan, values, serialization)
+    layout = _layout(source, model, layout_of(plan, values.dtypes, serialization, policy_hash=hash_of_policy(chosen)))
     rest = other_files(source_folder)
     specs = {name: specs for pp_rank in range(pp) for name, specs in _specs_of_stage(layout, pp_rank).items()}
     sizes = {name: size_of_file(specs) if serialization == "safetensors" else _bytes_in(specs) for name, specs in specs.items()}
     sizes |= {path.name: path.stat().st_size for path in rest}
     if dry_run:
         return sizes
-    counter = ByteCounter(sum(map(_bytes_in, specs.values())), progress)
-    with replacing(out_folder, source, rest) as (staging, check):
+    num_bytes = sum(map(_bytes_in, specs.values()))
+    with replacing(out_folder, source, rest, num_bytes, progress) as (staging, written):
+        copier = Copier(source, written)
         files: dict[str, FileRecord] = {}
         for pp_rank in range(pp):
-            files |= _write_stage(layout, pp_rank, values, staging, check, counter)
+            files |= _write_stage(layout, pp_rank, values, staging, copier)
         dataclasses.replace(layout, files=files).write(staging / MANIFEST)
     return sizes
 
 
-def _plan(model: PreTrainedModel, policy: Policy | str | Path | None, topology: Topology, expert_split: str) -> Plan:
-    whole = topology.tp == topology.pp == 1
-    chosen = None if whole and policy is None else find_policy(policy, model.config.model_type)
+def _plan(model: PreTrainedModel, policy: Policy | None, topology: Topology, expert_split: str) -> Plan:
     stages = rank_of_stage("1f1b", topology.pp)
-    return plan_model(model, chosen, topology, rank_of_stage=stages, expert_split=expert_split).plan
+    return plan_model(model, policy, topology, rank_of_stage=stages, expert_split=expert_split).plan
 
 
-def _layout(source: TensorSource, model: PreTrainedModel, plan: Plan, values: _Values, serialization: Serialization) -> Layout:
-    """As a save makes it, but names in a merged checkpoint are those that the source has, if it is split."""
-    layout = layout_of(plan, values.dtypes, serialization)
+def _layout(source: TensorSource, model: PreTrainedModel, layout: Layout) -> Layout:
+    """With the names in a merged checkpoint: as a save finds them, or those that the source has, if it is split."""
     if not isinstance(source, SplitSource):
         return with_merged_names(layout, model)
-    known = {tensor.name: tensor for tensor in source.layout.tensors}
+    known = {alias: tensor for tensor in source.layout.tensors for alias in tensor.aliases}
 
     def named(tensor: TensorLayout) -> TensorLayout:
-        old = known[tensor.name]
+        old = known.get(tensor.name)
+        if old is None:  # what the class makes itself
+            return dataclasses.replace(tensor, merged_name=None)
         return dataclasses.replace(tensor, merged_name=old.merged_name, converted=old.converted)
 
     return dataclasses.replace(layout, tensors=tuple(map(named, layout.tensors)))
@@ -131,7 +137,7 @@ class _Values:
     def __init__(self, source: TensorSource, folder: Path, model: PreTrainedModel, plan: Plan) -> None:
         tensors = [tensor for tensor in plan.tensors if tensor.persistent]
         self._supplies = supplies_for(model, tensors, source)
-        made = _made_by_class(self._supplies, model)
+        made = made_by_class(self._supplies, model)
         check_complete(self._supplies, made, folder, type(model).__name__)
         if not source.native:
             vars(model)["_weight_conversions"] = self._supplies.transforms  # what a merged checkpoint must revert
@@ -146,55 +152,16 @@ class _Values:
             for tensor in tensors
         }
 
-    def read(self, name: str) -> Tensor:
-        """A tensor by its first name, contiguous."""
-        return self._made[name].contiguous() if name in self._made else self._supplier.give(self._supplies.of[name])
+    def stored(self, name: str) -> str | None:
+        """The name under which the source has just this tensor; None if it must be made (see ``make``).
 
+        Raises:
+            CheckpointError: tied names have different values.
+        """
+        return None if name in self._made else self._supplier.stored(self._supplies.of[name])
 
-def _made_by_class(supplies: Supplies, model: PreTrainedModel) -> set[str]:
-    """The absent tensors that checkpoints need not have, since the model class can make them (sinusoids)."""
-    not_saved = set(model._keys_to_ignore_on_save or ())
-    needed = set(without((tensor.name for tensor in supplies.absent), model._keys_to_ignore_on_load_missing))
-    return {tensor.name for tensor in supplies.absent if not_saved & set(tensor.aliases) or tensor.name not in needed}
-
-
-def check_complete(supplies: Supplies, made: set[str], folder: Path, model: str) -> None:
-    """Refuse a checkpoint that is not exactly one of this model.
-
-    Args:
-        made: tensors that it may lack.
-
-    Raises:
-        CheckpointError: with the first tensor that is missing, too many, or of another shape.
-    """
-    for name, found, wanted in supplies.mismatched:
-        raise CheckpointError(
-            f"a tensor of the checkpoint has not the shape that it has in {model}",
-            where=f"{folder}: {name}",
-            expected=wanted,
-            got=found,
-            hint="is the config.json that of this checkpoint?",
-        )
-    missing = [tensor.name for tensor in supplies.absent if tensor.name not in made]
-    if missing:
-        raise CheckpointError(
-            f"the checkpoint lacks tensors of {model}",
-            where=f"{folder}: {_some(missing)}",
-            expected="every tensor of the model",
-            got=f"{len(missing)} are missing",
-            hint="is the config.json that of this checkpoint?",
-        )
-    if supplies.unexpected:
-        raise CheckpointError(
-            f"the checkpoint has tensors that {model} does not have",
-            where=f"{folder}: {_some(supplies.unexpected)}",
-            got=f"{len(supplies.unexpected)} too many",
-            hint="load it with Transformers and save it, which leaves them out",
-        )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f", ... ({len(names)})" if len(names) > 3 else "")
+    def make(self, name: str) -> Tensor:
+        return self._made[name] if name in self._made else self._supplier.give(self._supplies.of[name])
 
 
 # -- files
@@ -212,9 +179,7 @@ def _bytes_in(specs: dict[str, TensorSpec]) -> int:
     return sum(spec.num_bytes for spec in specs.values())
 
 
-def _write_stage(
-    layout: Layout, pp_rank: int, values: _Values, folder: Path, check: Callable[[], None], counter: ByteCounter
-) -> dict[str, FileRecord]:
+def _write_stage(layout: Layout, pp_rank: int, values: _Values, folder: Path, copier: Copier) -> dict[str, FileRecord]:
     """The files of all tp ranks of one pp rank, side by side."""
     specs = _specs_of_stage(layout, pp_rank)
     part = "" if layout.serialization == "safetensors" else ".part"
@@ -222,25 +187,22 @@ def _write_stage(
     with contextlib.ExitStack() as opened:
         writers = [opened.enter_context(SafetensorsWriter(folder / (name + part), specs[name])) for name in specs]
         for name in write_order({tensor.name: tensor.spec for tensor in tensors.values()}):
-            _write_slices(tensors[name], values.read(name), writers, counter)
-            check()
+            targets = _targets(tensors[name], writers)
+            stored = values.stored(name)
+            if stored is not None:
+                copier.copy(stored, targets)
+            else:
+                copier.copy_whole(values.make(name), targets)
         records = {name: writer.finish() for name, writer in zip(specs, writers, strict=True)}
     if part:
         records = {name: _pickled(folder / (name + part), folder / name) for name in specs}
     return records
 
 
-def _write_slices(tensor: TensorLayout, whole: Tensor, writers: list[SafetensorsWriter], counter: ByteCounter) -> None:
-    for tp_rank in tensor.tp_ranks_stored():
-        for view in _runs(tensor, whole, tp_rank):
-            writers[tp_rank].write(view)
-            counter.add(len(view))
-
-
-def _runs(tensor: TensorLayout, whole: Tensor, tp_rank: int) -> Iterator[memoryview]:
+def _targets(tensor: TensorLayout, writers: list[SafetensorsWriter]) -> list[Target]:
     if tensor.shard is None:
-        return iter([as_bytes(whole)])
-    return runs_of_bytes(whole, tensor.shard.dim, tensor.shard.spans[tp_rank])
+        return [whole_into(writers[0], tensor.spec)]
+    return [Target(writers[rank], tensor.shard.dim, tensor.shard.spans[rank]) for rank in tensor.tp_ranks_stored()]
 
 
 def _pickled(part: Path, path: Path) -> FileRecord:

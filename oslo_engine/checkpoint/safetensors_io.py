@@ -14,7 +14,7 @@ import mmap
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,6 +186,7 @@ class SafetensorsWriter:
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115
         self._digest = hashlib.sha256()
         self._hasher = ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None
         self._size = 0
         self.write(memoryview(header))
 
@@ -196,21 +197,37 @@ class SafetensorsWriter:
         self._hasher.shutdown()
         self._file.close()
 
-    def write(self, view: memoryview) -> None:
-        """Append the next bytes."""
-        hashed = self._hasher.submit(self._digest.update, view) if len(view) >= WORTH_A_THREAD else None
-        if hashed is None:
+    def write(self, view: memoryview) -> Future[None] | None:
+        """Append the next bytes.
+
+        Returns:
+            What is done when they are hashed, before which they must not change; None if they are.
+        """
+        hashed = None
+        if len(view) >= WORTH_A_THREAD:
+            hashed = self._hasher.submit(self._hash, [view])
+        else:
+            self._settle()
             self._digest.update(view)
+        self._last = hashed
         done = 0
         while done < len(view):
             done += self._file.write(view[done : done + IO_BYTES])
-        if hashed is not None:
-            hashed.result()
         self._size += len(view)
+        return hashed
+
+    def _settle(self) -> None:
+        if self._last is not None:
+            self._last.result()
+
+    def _hash(self, box: list[memoryview]) -> None:
+        """Takes the view out of its box, so that the executor, which may be late to clear up, does not keep its memory."""
+        self._digest.update(box.pop())
 
     def finish(self) -> FileRecord:
         """Wait until the file is on the disk, and say what it is."""
         os.fsync(self._file.fileno())
+        self._settle()
         return FileRecord(self._size, self._digest.hexdigest())
 
 
@@ -228,7 +245,9 @@ def write_safetensors(
     """
     with SafetensorsWriter(path, specs, metadata=metadata) as writer:
         for name in write_order(specs):
-            writer.write(_checked_bytes(name, read(name), specs[name]))
+            hashed = writer.write(_checked_bytes(name, read(name), specs[name]))
+            if hashed is not None:
+                hashed.result()
         return writer.finish()
 
 
@@ -288,9 +307,9 @@ def runs_of_bytes(whole: Tensor, dim: int, spans: Sequence[Span]) -> Iterator[me
 
 def record_of(path: Path) -> FileRecord:
     """The size and checksum of a file as it is now."""
-    digest, size = hashlib.sha256(), 0
+    digest, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
-        while block := file.read(CHUNK_BYTES):
-            digest.update(block)
-            size += len(block)
+        while got := file.readinto(buffer):
+            digest.update(buffer[:got])
+            size += got
     return FileRecord(size, digest.hexdigest())

@@ -17,7 +17,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from oslo_engine.checkpoint.agree import together
 from oslo_engine.checkpoint.atomic import MANIFEST, abandoned_on_error, begin, commit, staging_folder, sync
-from oslo_engine.checkpoint.layout import Layout, layout_of
+from oslo_engine.checkpoint.layout import Layout, Serialization, layout_of
 from oslo_engine.checkpoint.merge import Merged
 from oslo_engine.checkpoint.merged_names import with_merged_names
 from oslo_engine.checkpoint.names import as_transformers_class
@@ -125,7 +125,8 @@ def agree_on_layout(model: PreTrainedModel, state: ParallelState, save_function:
     Communication: one all-gather of small objects over all ranks.
     """
     dtypes = _agree_on_dtypes(together(lambda: _dtypes_here(model, state), what=WHAT))
-    layout = layout_of(state.plan, dtypes, "safetensors" if save_function is None else "torch")
+    serialization: Serialization = "safetensors" if save_function is None else "torch"
+    layout = layout_of(state.plan, dtypes, serialization, policy_hash=state.policy_hash)
     return with_merged_names(layout, model) if leads(state) else layout
 
 

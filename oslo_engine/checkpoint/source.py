@@ -3,7 +3,8 @@
     source = open_source("folder")
     rows = source.read("model.embed_tokens.weight", dim=0, spans=[(0, 500)])
 
-Forms: one safetensors file; several with an index; ``pytorch_model.bin``, one or several; a split checkpoint of any tp and pp.
+Forms: one safetensors file; several with an index; ``pytorch_model.bin``, one or several; a split checkpoint of any tp and pp;
+a folder of torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch.distributed as dist
 
 from oslo_engine.checkpoint.agree import together
 from oslo_engine.checkpoint.atomic import MANIFEST, MOVING, recover, staging_folder
+from oslo_engine.checkpoint.dcp import DcpSource, is_dcp_folder
+from oslo_engine.checkpoint.dcp_metadata import DCP_METADATA
 from oslo_engine.checkpoint.split import SplitSource
 from oslo_engine.checkpoint.tensors import PickledSource, SafetensorsSource, TensorSource
 from oslo_engine.errors import CheckpointError
@@ -40,22 +43,25 @@ def open_source(path: str | Path | Sequence[str | Path]) -> TensorSource:
     if not path.is_dir():
         raise CheckpointError("there is no such checkpoint", where=str(path), expected="a folder or a file")
     merged = [name for name in (*SINGLE_FILES, *INDEX_FILES) if (path / name).exists()]
-    if (path / MANIFEST).exists():
-        if merged:
-            raise CheckpointError(
-                "two checkpoints stand in one folder",
-                where=str(path),
-                got=f"{MANIFEST} and {merged[0]}",
-                hint="delete or move one of them",
-            )
+    forms = [*([MANIFEST] if (path / MANIFEST).exists() else []), *merged[:1], *(["DCP files"] if is_dcp_folder(path) else [])]
+    if len(forms) > 1:
+        raise CheckpointError(
+            "two checkpoints stand in one folder",
+            where=str(path),
+            got=f"{forms[0]} and {forms[1]}",
+            hint="delete or move one of them",
+        )
+    if forms == [MANIFEST]:
         return SplitSource(path)
+    if forms == ["DCP files"]:
+        return DcpSource(path)
     if not merged:
         patterns = ("*_tp=*_pp=*", "model-*-of-*", "pytorch_model-*-of-*")
         left = sorted(file.name for pattern in patterns for file in path.glob(pattern))
         raise CheckpointError(
             "the folder has no checkpoint",
             where=str(path),
-            expected=f"{MANIFEST} (split), {', '.join((*SINGLE_FILES, *INDEX_FILES))}",
+            expected=f"{MANIFEST} (split), {', '.join((*SINGLE_FILES, *INDEX_FILES))}, {DCP_METADATA}",
             got=f"{left[0]} without {MANIFEST if '_tp=' in left[0] else 'its index'}" if left else None,
         )
     if merged[0] in INDEX_FILES:

@@ -72,6 +72,12 @@ class SplitSource(TensorSource):
                     hint="copy the checkpoint again",
                 )
 
+    def open_all(self) -> None:
+        """Open every file now, which compares its header with the layout."""
+        for tensor in self.layout.tensors:
+            for tp_rank in tensor.tp_ranks_stored():
+                self._file(tensor, tp_rank)
+
     @staticmethod
     def _overlaps(tensor: TensorLayout, wanted: Sequence[Piece]) -> Iterator[tuple[int, list[Piece]]]:
         """For each tp rank whose file is needed: (start and stop in the file, where it goes in the result)."""

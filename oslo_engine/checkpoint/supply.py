@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oslo_engine.checkpoint.names import Recipe, recipes_for_loading
+from oslo_engine.checkpoint.ranges import CHUNK_BYTES
 from oslo_engine.checkpoint.tensors import TensorSource
 from oslo_engine.errors import CheckpointError
 from oslo_engine.plan.plan import TensorPlan
@@ -100,17 +101,37 @@ class Supplier:
             CheckpointError: tied names have different values.
         """
         value = self._value(supply.recipes[0], supply.names[0], dim, spans)
-        for recipe, name in zip(supply.recipes[1:], supply.names[1:], strict=True):
-            if _identities(self._source, recipe) == _identities(self._source, supply.recipes[0]):
-                continue
+        for recipe, name in self._others(supply):
             if not torch.equal(value, self._value(recipe, name, dim, spans)):
-                raise CheckpointError(
-                    "tied parameters have different values in the checkpoint",
-                    where=f"{supply.names[0]} and {name}",
-                    expected="one value, as the config says (tie_word_embeddings)",
-                    hint="load it with tie_word_embeddings=False in the config",
-                )
+                raise _not_tied(supply.names[0], name)
         return value
+
+    def stored(self, supply: Supply) -> str | None:
+        """The name under which the source has just this tensor; None if a conversion makes it.
+
+        Raises:
+            CheckpointError: tied names have different values.
+        """
+        if any(recipe.converter is not None for recipe in supply.recipes):
+            return None
+        first = supply.recipes[0].input_names()[0]
+        for recipe, name in self._others(supply):
+            if not self._are_equal(first, recipe.input_names()[0]):
+                raise _not_tied(supply.names[0], name)
+        return first
+
+    def _others(self, supply: Supply) -> list[tuple[Recipe, str]]:
+        """Those that are not the first once more."""
+        first = _identities(self._source, supply.recipes[0])
+        others = zip(supply.recipes[1:], supply.names[1:], strict=True)
+        return [(recipe, name) for recipe, name in others if _identities(self._source, recipe) != first]
+
+    def _are_equal(self, first: str, second: str) -> bool:
+        spec = self._source.spec(first)
+        size = spec.shape[0] if spec.shape else 1
+        step = max(1, CHUNK_BYTES * size // max(1, spec.num_bytes))
+        spans = [(start, min(start + step, size)) for start in range(0, size, step)]
+        return all(torch.equal(self._source.read(first, 0, [s]), self._source.read(second, 0, [s])) for s in spans)
 
     def _value(self, recipe: Recipe, name: str, dim: int | None, spans: Sequence[Span] | None) -> Tensor:
         if recipe.converter is None:
@@ -123,6 +144,15 @@ class Supplier:
             alone = whole.is_contiguous() and whole.untyped_storage().nbytes() == whole.nbytes
             return whole if alone else whole.clone(memory_format=torch.contiguous_format)
         return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in spans], dim)
+
+
+def _not_tied(first: str, second: str) -> CheckpointError:
+    return CheckpointError(
+        "tied parameters have different values in the checkpoint",
+        where=f"{first} and {second}",
+        expected="one value, as the config says (tie_word_embeddings)",
+        hint="load it with tie_word_embeddings=False in the config",
+    )
 
 
 def without(names: Iterable[str], patterns: Collection[str] | None) -> tuple[str, ...]:

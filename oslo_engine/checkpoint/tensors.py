@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oslo_engine.checkpoint.ranges import Piece, TensorSpec, consecutive, resized
+from oslo_engine.checkpoint.ranges import Piece, ReadOnlyFile, StoredArray, TensorSpec, consecutive, resized
 from oslo_engine.checkpoint.safetensors_io import SafetensorsFile
 from oslo_engine.errors import CheckpointError
 from oslo_engine.shards import Span
@@ -96,7 +96,7 @@ class SafetensorsSource(TensorSource):
 
 
 class PickledSource(TensorSource):
-    """One or several files written by ``torch.save``: unpickled with ``weights_only`` and mapped; slices are copied out."""
+    """One or several files written by ``torch.save``, unpickled with ``weights_only``; slices are read from where they lie."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
@@ -105,29 +105,60 @@ class PickledSource(TensorSource):
                 raise CheckpointError("a file of the checkpoint is missing", where=str(path))
 
     @cached_property
-    def _tensors(self) -> Mapping[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        path_of: dict[str, Path] = {}
-        for path in self._paths:
-            for name, tensor in load_pickled(path).items():
-                if name in tensors:
-                    raise _twice(name, path_of[name], path)
-                tensors[name], path_of[name] = tensor, path
-        return tensors
+    def _file_of(self) -> Mapping[str, _PickledFile]:
+        file_of: dict[str, _PickledFile] = {}
+        for file in map(_PickledFile, self._paths):
+            for name in file.tensors:
+                if name in file_of:
+                    raise _twice(name, file_of[name].path, file.path)
+                file_of[name] = file
+        return file_of
 
     def names(self) -> Sequence[str]:
-        return list(self._tensors)
+        return list(self._file_of)
 
     def spec(self, name: str) -> TensorSpec:
-        tensor = self._tensors[name]
+        tensor = self._file_of[name].tensors[name]
         return TensorSpec(tensor.dtype, tuple(tensor.shape))
 
     def identity(self, name: str) -> object:
-        tensor = self._tensors[name]
-        return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+        file = self._file_of[name]
+        tensor = file.tensors[name]
+        storage = tensor.untyped_storage()
+        place = getattr(storage, "_checkpoint_offset", storage._cdata)
+        return (file.path, place, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def read_into(self, name: str, out: Tensor, dim: int, pieces: Sequence[Piece]) -> None:
-        copy_pieces(self._tensors[name], out, dim, pieces)
+        self._file_of[name].read_into(name, out, dim, pieces)
+
+
+class _PickledFile:
+    """Without the values of its tensors, if it has the form in which they can be read one by one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors = load_pickled(path, "meta" if zipfile.is_zipfile(path) else "cpu")
+        self._file = ReadOnlyFile(path)
+
+    def read_into(self, name: str, out: Tensor, dim: int, pieces: Sequence[Piece]) -> None:
+        tensor = self.tensors[name]
+        array = stored_array(tensor) if tensor.is_meta else None
+        if array is not None:
+            self._file.read_into(array, out, dim, pieces)
+        else:
+            copy_pieces(self._mapped[name] if tensor.is_meta else tensor, out, dim, pieces)
+
+    @cached_property
+    def _mapped(self) -> Mapping[str, Tensor]:
+        return load_pickled(self.path)
+
+
+def stored_array(tensor: Tensor) -> StoredArray | None:
+    """Where a tensor that ``torch.load`` put on meta lies in its file; None if not in one piece, or torch does not say."""
+    start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    if start is None or not tensor.is_contiguous():
+        return None
+    return StoredArray(TensorSpec(tensor.dtype, tuple(tensor.shape)), start + tensor.storage_offset() * tensor.element_size())
 
 
 def copy_pieces(tensor: Tensor, out: Tensor, dim: int, pieces: Sequence[Piece]) -> None:
@@ -139,14 +170,19 @@ def copy_pieces(tensor: Tensor, out: Tensor, dim: int, pieces: Sequence[Piece]) 
         out.narrow(dim, at, stop - start).copy_(tensor.narrow(dim, start, stop - start))
 
 
-def load_pickled(path: Path) -> dict[str, Tensor]:
+def load_pickled(path: Path, device: str = "cpu") -> dict[str, Tensor]:
     """The tensors of a ``torch.save`` file, without executing anything that stands in it.
+
+    Args:
+        device: "cpu", which maps the file if it can be mapped; or "meta" for tensors without values.
 
     Raises:
         CheckpointError: the file is damaged, or holds something else than named tensors.
     """
     try:
-        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        loaded: Any = torch.load(
+            path, map_location=device, weights_only=True, mmap=device == "cpu" and zipfile.is_zipfile(path)
+        )
     except Exception as error:  # torch raises RuntimeError, UnpicklingError, EOFError, ... for damaged files
         raise CheckpointError(
             "cannot load a file of the checkpoint",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from oslo_engine.cli.checkpoint import checkpoint
 from oslo_engine.cli.policy import policy
 from oslo_engine.cli.verify import verify
 
@@ -16,3 +17,4 @@ main = typer.Typer(
 )
 main.command("verify")(verify)
 main.add_typer(policy, name="policy")
+main.add_typer(checkpoint, name="checkpoint")

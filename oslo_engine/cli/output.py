@@ -1,8 +1,8 @@
-"""What commands print: tables, and complaints about their input."""
+"""What commands print: tables, progress, and complaints about their input."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -39,3 +39,34 @@ def quiet_transformers() -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
+
+
+def print_table(titles: tuple[str, ...], rows: Iterable[Iterable[object]], caption: str | None = None) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold", title=caption, title_justify="left")
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*map(str, row))
+    wide_console().print(table)
+
+
+@contextmanager
+def byte_progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar with bytes, speed and time on the terminal; None where there is none.
+
+    Returns:
+        What is to be called with (bytes done, bytes in all).
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

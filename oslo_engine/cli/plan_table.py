@@ -10,6 +10,7 @@ from oslo_engine.topology import Coordinate
 
 if TYPE_CHECKING:
     from oslo_engine.plan.plan import Plan, TensorPlan
+    from oslo_engine.shards import Shard
 
 
 def plan_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
@@ -27,7 +28,7 @@ def plan_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         ties = [alias for alias in tensors[0].aliases if alias != tensors[0].name]
         count = f" ({len(tensors)})" if len(tensors) > 1 else ""
         stages = sorted({stage for tensor in tensors for stage in tensor.stages})
-        yield name + count + "".join(f" = {alias}" for alias in ties), shape, split, size, _ranges(stages)
+        yield name + count + "".join(f" = {alias}" for alias in ties), shape, split, size, ranges(stages)
 
 
 def rank_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
@@ -38,7 +39,7 @@ def rank_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
             size = sum(_bytes(tensor, tp_rank) for tensor in held)
             rank = plan.topology.rank(pp_rank=pp_rank, tp_rank=tp_rank)
             numel = plan.numel_on(Coordinate(pp_rank, 0, tp_rank))
-            yield str(rank), str(pp_rank), str(tp_rank), _ranges(plan.stages_of(pp_rank)), f"{numel:,}", _readable(size)
+            yield str(rank), str(pp_rank), str(tp_rank), ranges(plan.stages_of(pp_rank)), f"{numel:,}", readable(size)
 
 
 def _pattern(name: str, plan: Plan) -> str:
@@ -57,9 +58,13 @@ def _shape(tensor: TensorPlan, usual_dtype: str) -> str:
 
 def _split(tensor: TensorPlan) -> str:
     """``dim 0: 66, 65``, or what the ranks do with a parameter that they all hold."""
-    shard = tensor.shard
-    if shard is None:
+    if tensor.shard is None:
         return "whole, gradients summed" if tensor.partial else "whole"
+    return split_of(tensor.shard)
+
+
+def split_of(shard: Shard) -> str:
+    """``dim 0 in 3 parts: 66, 65``."""
     parts = max(len(spans) for spans in shard.spans)
     packed = f" in {parts} parts" if parts > 1 else ""
     shared = ", shared ones summed" if shard.overlaps else ""
@@ -75,10 +80,10 @@ def _bytes(tensor: TensorPlan, tp_rank: int) -> int:
 
 def _bytes_per_rank(tensor: TensorPlan, tp: int) -> str:
     sizes = sorted({_bytes(tensor, tp_rank) for tp_rank in range(tp)})
-    return " to ".join(_readable(size) for size in sizes[:: max(len(sizes) - 1, 1)])
+    return " to ".join(readable(size) for size in sizes[:: max(len(sizes) - 1, 1)])
 
 
-def _readable(size_bytes: float) -> str:
+def readable(size_bytes: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if size_bytes < 1024:
             return f"{size_bytes:.4g} {unit}"
@@ -86,7 +91,7 @@ def _readable(size_bytes: float) -> str:
     return f"{size_bytes:.4g} GiB"
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """``0 1 2 5`` -> ``0-2, 5``."""
     runs: list[list[int]] = []
     for number in numbers:

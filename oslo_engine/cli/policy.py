@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from oslo_engine.cli.output import bad_input_ends, quiet_transformers, wide_console
+from oslo_engine.cli.output import bad_input_ends, print_table, quiet_transformers
 from oslo_engine.errors import OsloError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def list_policies() -> None:
         for name, statuses in found.items()
     ]
     rows += [(kind, "", policy.name, *[""] * len(layouts())) for kind, policy in served.items() if kind not in proved]
-    _print_table(("model type", "task", "policy", *layouts()), sorted(rows))
+    print_table(("model type", "task", "policy", *layouts()), sorted(rows))
     typer.echo(f"{len(served)} model types have a policy; docs/coverage.md has the reasons behind what is not passed.")
 
 
@@ -65,12 +65,12 @@ def show(
             expert_split=expert_split,
         )
     sizes = f"tp={tp} pp={pp}" + (f" {schedule}" if pp > 1 else "")
-    _print_table(
+    print_table(
         ("parameter", "shape", "split over tp", "bytes per rank", "stages"),
         plan_rows(plan),
         f"{plan.model}, {plan.policy}, {sizes}, {plan.parameters[0].dtype}",
     )
-    _print_table(("rank", "pp", "tp", "stages", "parameters", "bytes"), rank_rows(plan), "Ranks of one copy of the model")
+    print_table(("rank", "pp", "tp", "stages", "parameters", "bytes"), rank_rows(plan), "Ranks of one copy of the model")
 
 
 @policy.command()
@@ -145,14 +145,3 @@ def _problem(checked: Policy, kind: str, tp: int, pp: int) -> OsloError | None:
     except OsloError as error:
         return error
     return None
-
-
-def _print_table(titles: tuple[str, ...], rows: Any, caption: str | None = None) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold", title=caption, title_justify="left")
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    for row in rows:
-        table.add_row(*map(str, row))
-    wide_console().print(table)

@@ -25,6 +25,7 @@ class ParallelState:
     micro_batch_size: rows of a micro-batch.
     program: runs the stages of this rank (a ``pipeline.program.PipelineProgram``); None where pp == 1.
     batches_compared: how many training batches the tp ranks have compared with one another.
+    policy_hash: of what the policy said when the model was split; empty where there was none.
     unsplit: the whole model on meta, where something asked for its shapes.
     agreements: what made the ranks choose the same tokens, in the ``generate`` that runs just now.
     """
@@ -36,6 +37,7 @@ class ParallelState:
     micro_batch_size: int = 1
     program: Any = None
     batches_compared: int = 0
+    policy_hash: str = ""
     unsplit: Any = None
     agreements: list[Any] = field(default_factory=list)
 

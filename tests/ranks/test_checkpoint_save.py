@@ -227,18 +227,17 @@ def disk_full() -> None:
 
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize(
-    ("bad_rank", "what"), [(0, "begin"), (3, "write_safetensors"), (2, "find"), (0, "commit"), (0, "_write_config")]
+    ("bad_rank", "what"), [(0, "begin"), (3, "write_safetensors"), (2, "find"), (0, "commit"), (0, "write_config")]
 )
 def test_an_error_on_one_rank_is_an_error_on_all(
     rank_pool: Any, tmp_path: Path, merged: bool, bad_rank: int, what: str
 ) -> None:
     former(tmp_path / "a")
     errors = rank_pool(4).run(save_with, tmp_path / "a", merged, bad_rank, what, disk_full)
-    assert errors[bad_rank].startswith("OSError")
-    for rank in set(range(4)) - {bad_rank}:
-        assert errors[rank].startswith("CheckpointError: saving the model failed on another rank")
-        assert f"rank {bad_rank}" in errors[rank]
-        assert "No space left" in errors[rank]
+    for rank, error in enumerate(errors):
+        assert error.startswith("CheckpointError: saving the model failed")
+        assert "No space left" in error
+        assert (f"rank {bad_rank}" in error) == (rank != bad_rank)
     assert is_former(tmp_path / "a")
     assert os.listdir(tmp_path) == ["a"], "what was written is cleared away"
     assert rank_pool(4).run(save_with, tmp_path / "a", merged, -1, what, disk_full) == ["saved"] * 4

@@ -23,9 +23,10 @@ from transformers import (
 
 from oslo_engine.checkpoint.atomic import MANIFEST
 from oslo_engine.checkpoint.layout import Layout, Serialization, layout_of
+from oslo_engine.checkpoint.merged_names import with_merged_names
 from oslo_engine.checkpoint.place import find
-from oslo_engine.checkpoint.safetensors_io import record_of, write_safetensors
-from oslo_engine.checkpoint.save import with_merged_names
+from oslo_engine.checkpoint.policy_hash import hash_of_policy
+from oslo_engine.checkpoint.safetensors_io import record_of, write_order, write_safetensors
 from oslo_engine.checkpoint.skeleton import meta_model
 from oslo_engine.comm.collectives import Axis
 from oslo_engine.comm.mesh import Mesh
@@ -134,7 +135,9 @@ def write_split(
     """The split checkpoint that the ranks of ``plan`` would save of a whole model."""
     folder.mkdir(parents=True, exist_ok=True)
     named = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers(remove_duplicate=False))
-    layout = layout_of(plan, {tensor.name: named[tensor.name].dtype for tensor in plan.tensors}, serialization)
+    dtypes = {tensor.name: named[tensor.name].dtype for tensor in plan.tensors}
+    policy = None if plan.topology.tp == plan.topology.pp == 1 else find_policy(None, whole.config.model_type)
+    layout = layout_of(plan, dtypes, serialization, policy_hash=hash_of_policy(policy))
     files = {}
     for pp_rank in range(layout.pp):
         for tp_rank in range(layout.tp):
@@ -142,7 +145,8 @@ def write_split(
             path = folder / layout.file_name(tp_rank, pp_rank)
             values = {t.name: local_slice(whole, plan.tensor(t.name), tp_rank).contiguous() for t in stored}
             if serialization == "torch":
-                torch.save(values, path)
+                order = write_order({t.name: t.local_spec(tp_rank) for t in stored})
+                torch.save({name: values[name] for name in order}, path)
                 files[path.name] = record_of(path)
             else:
                 files[path.name] = write_safetensors(path, {t.name: t.local_spec(tp_rank) for t in stored}, values.__getitem__)

@@ -1,0 +1,224 @@
+"""``oslo-engine checkpoint``, called in this process: what it writes and prints, and its exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import BertConfig
+from typer.testing import CliRunner, Result
+
+from oslo_engine.cli import output
+from oslo_engine.cli.main import main
+from oslo_engine.policy.registry import find_policy
+from split_models import MODELS, plan_of, whole_model, write_split
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["checkpoint", *map(str, arguments)])
+
+
+def words(ran: Result) -> str:
+    assert ran.exit_code == 0, ran.output
+    return " ".join(ran.output.split())
+
+
+def refused(ran: Result, *complaints: str) -> None:
+    assert ran.exit_code == 2, ran.output
+    assert ran.output.startswith("error: ")
+    for complaint in complaints:
+        assert complaint in ran.output
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def merged(tmp_path: Path) -> Path:
+    whole_model("gpt2").save_pretrained(tmp_path / "merged")
+    return tmp_path / "merged"
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> Path:
+    write_split(whole_model("gpt2"), plan_of(*MODELS["gpt2"](), 2, 2), tmp_path / "split")
+    return tmp_path / "split"
+
+
+def test_split_reshard_and_merge_come_back_to_the_same_file(tmp_path: Path, merged: Path, split: Path) -> None:
+    said = words(run("split", merged, tmp_path / "a", "--tp", 2, "--pp", 2))
+    assert said.startswith(f"{tmp_path / 'a'}: 6 files, ")
+    assert said.endswith("written")
+    assert files(tmp_path / "a") == files(split) | {
+        name: (merged / name).read_bytes() for name in ("config.json", "generation_config.json")
+    }
+    words(run("reshard", tmp_path / "a", tmp_path / "b", "--tp", 3, "--serialization", "torch"))
+    assert (tmp_path / "b" / "pytorch_model_tp=2_pp=0.bin").exists()
+    words(run("merge", tmp_path / "b", tmp_path / "c"))
+    assert files(tmp_path / "c") == files(merged)
+    words(run("merge", tmp_path / "b", tmp_path / "d", "--max-shard-size", "20KB"))
+    assert (tmp_path / "d" / "model.safetensors.index.json").exists()
+
+
+def test_nothing_is_written_by_a_dry_run(tmp_path: Path, merged: Path, split: Path) -> None:
+    said = words(run("reshard", split, tmp_path / "a", "--tp", 2, "--pp", 2, "--dry-run"))
+    size = (split / "model_tp=1_pp=1.safetensors").stat().st_size
+    assert f"model_tp=1_pp=1.safetensors {size:,}" in said
+    assert said.endswith("would be written; nothing was")
+    said = words(run("merge", split, tmp_path / "a", "--dry-run"))
+    assert f"model.safetensors {(merged / 'model.safetensors').stat().st_size:,}" in said
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_checkpoint_is_only_replaced_if_asked(tmp_path: Path, merged: Path, split: Path) -> None:
+    before = files(split)
+    refused(run("split", merged, split, "--tp", 4), "has a checkpoint already", str(split), "--overwrite")
+    refused(run("merge", split, merged), "has a checkpoint already")
+    refused(run("split", merged, merged, "--overwrite"), "over itself")
+    assert files(split) == before
+    words(run("split", merged, split, "--tp", 4, "--overwrite"))
+    assert not (split / "model_tp=0_pp=1.safetensors").exists()
+    assert (split / "model_tp=3_pp=0.safetensors").exists()
+
+
+def test_bad_input_is_refused(tmp_path: Path, merged: Path, split: Path) -> None:
+    out = tmp_path / "out"
+    refused(run("split", split, out), "split already", "tp=2 pp=2", "checkpoint reshard")
+    refused(run("merge", merged, out), "not split")
+    refused(run("split", tmp_path / "none", out), "no such checkpoint")
+    refused(run("split", merged, out, "--tp", 5), "fewer")
+    refused(run("split", merged, out, "--tp", 0), "tp")
+    refused(run("split", merged, out, "--policy", "none_of_these"), "no such policy")
+    refused(run("split", merged, out, "--serialization", "pickle"), "safetensors or torch")
+    refused(run("info", tmp_path), "no checkpoint")
+    assert not out.exists()
+
+
+def test_an_altered_source_is_named_and_nothing_is_left(tmp_path: Path, split: Path) -> None:
+    path = split / "model_tp=1_pp=0.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    for command in ("reshard", "merge"):
+        refused(run(command, split, tmp_path / "out"), "altered", str(path))
+    assert sorted(os.listdir(tmp_path)) == ["split"]
+
+
+def test_a_full_disk_is_an_error_that_leaves_the_old_checkpoint(
+    tmp_path: Path, split: Path, merged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from oslo_engine.checkpoint.safetensors_io import SafetensorsWriter
+
+    def full(self: object, view: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = files(split)
+    monkeypatch.setattr(SafetensorsWriter, "write", full)
+    refused(run("split", merged, split, "--tp", 1, "--overwrite"), "No space left on device", str(split))
+    assert files(split) == before
+    assert sorted(os.listdir(tmp_path)) == ["merged", "split"]
+
+
+# -- verify
+
+
+def test_verify_passes_on_whole_checkpoints(tmp_path: Path, merged: Path, split: Path) -> None:
+    assert "names, shapes and checksums" in words(run("verify", split))
+    assert "it has no checksums" in words(run("verify", merged))
+
+
+def wrong(folder: Path, *complaints: str) -> None:
+    ran = run("verify", folder)
+    assert ran.exit_code == 1, ran.output
+    assert ran.output.startswith(f"{folder}: ")
+    for complaint in complaints:
+        assert complaint in ran.output
+
+
+def test_verify_finds_what_is_wrong(tmp_path: Path, merged: Path, split: Path) -> None:
+    path = split / "model_tp=1_pp=1.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    wrong(split, "altered", str(path))
+    path.unlink()
+    wrong(split, "missing", str(path))
+    os.truncate(merged / "model.safetensors", 1000)
+    wrong(merged, "model.safetensors")
+    refused(run("verify", tmp_path / "none"), "no such checkpoint")
+
+
+def test_verify_compares_with_the_model_of_the_config(merged: Path, split: Path) -> None:
+    for folder in (merged, split):
+        BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(folder)
+    wrong(merged, "lacks tensors of BertForMaskedLM", str(merged))
+    wrong(split, "config is that of another model", "config.json")
+
+
+# -- info
+
+
+def test_info_of_a_split_checkpoint(split: Path) -> None:
+    said = words(run("info", split))
+    assert "form split, safetensors" in said
+    assert "layout tp=2 pp=2" in said
+    assert "policy gpt2 (hash " in said
+    assert "model GPT2LMHeadModel" in said
+    assert "model_tp=1_pp=1.safetensors" in said
+    assert "transformer.h.*.attn.c_attn.weight (4) 24 x 72 float32 27 KiB dim 1 in 3 parts: 2 x 36 0-1" in said
+    assert "transformer.wte.weight = lm_head.weight 131 x 24 float32 12.28 KiB dim 0: 66, 65 0-1" in said
+
+
+def test_info_of_other_forms(tmp_path: Path, merged: Path) -> None:
+    said = words(run("info", merged))
+    assert "form whole, safetensors" in said
+    assert "model GPT2LMHeadModel" in said
+    assert "transformer.h.*.attn.c_attn.weight (4) 24 x 72 float32 27 KiB" in said
+    torch.save({"a.0.b": torch.ones(2), "a.1.b": torch.ones(2), "c": torch.tensor(1)}, tmp_path / "pytorch_model.bin")
+    said = words(run("info", tmp_path))
+    assert "form whole, torch model not known" in said
+    assert "a.*.b (2) 2 float32 16 B c one number int64 8 B" in said
+
+
+# -- how
+
+
+def test_the_policy_can_be_named(tmp_path: Path, merged: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("extends: gpt2\nname: mine\nmodels: [gpt2]\n")
+    words(run("split", merged, tmp_path / "a", "--tp", 2, "--policy", tmp_path / "mine.yaml"))
+    assert "policy mine" in words(run("info", tmp_path / "a"))
+    assert find_policy(None, "gpt2").name == "gpt2"
+
+
+def test_bytes_are_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with output.byte_progress("working") as progress:
+        assert progress is None
+    real = Console
+
+    def terminal(**options: object) -> Console:
+        return real(**options | {"force_terminal": True, "width": 100})  # type: ignore[arg-type]
+
+    monkeypatch.setattr("rich.console.Console", terminal)
+    with output.byte_progress("working") as progress:
+        assert progress is not None
+        progress(5_000_000, 10_000_000)
+        progress(10_000_000, 10_000_000)
+    shown = capsys.readouterr()
+    assert "working" in shown.err
+    assert "10.0/10.0 MB" in shown.err
+    assert shown.out == ""
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from oslo_engine.cli.main import main; main(['checkpoint', '--help'], standalone_mode=False); "
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip().splitlines()[-1] == "set()"
