@@ -42,6 +42,26 @@ def rank_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
             yield str(rank), str(pp_rank), str(tp_rank), ranges(plan.stages_of(pp_rank)), f"{numel:,}", readable(size)
 
 
+def stage_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """(stage, pp rank, blocks) of every pipeline stage: ``model.layers 0-15``; blocks that run several times count once."""
+    for stage in range(plan.num_stages):
+        blocks = dict.fromkeys(call.block for call in plan.calls if call.stage == stage)
+        numbers: dict[str, list[int]] = {}
+        for block in blocks:
+            path, _, number = block.rpartition(".")
+            numbers.setdefault(path if number.isdigit() else block, []).extend([int(number)] if number.isdigit() else [])
+        named = ", ".join(f"{path} {ranges(sorted(found))}" if found else path for path, found in numbers.items())
+        yield str(stage), str(plan.rank_of_stage[stage]), named or "none"
+
+
+def whole_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """(parameters, why) of what the policy leaves whole on purpose."""
+    why: dict[str, dict[str, None]] = {}
+    for name, reason in plan.replicated:
+        why.setdefault(reason, {}).setdefault(_pattern(name, plan))
+    yield from ((", ".join(names), reason) for reason, names in why.items())
+
+
 def _pattern(name: str, plan: Plan) -> str:
     """The name with its block's number replaced by ``*``."""
     for _, blocks in plan.stacks:

@@ -46,7 +46,7 @@ def show(
 ) -> None:
     """The plan of a model at its config's size: how each parameter splits, what a rank holds of it, and on which stages."""
     with bad_input_ends():
-        from oslo_engine.cli.plan_table import plan_rows, rank_rows
+        from oslo_engine.cli.plan_table import plan_rows, rank_rows, stage_rows, whole_rows
         from oslo_engine.policy.registry import find_policy, installed_names, installed_policy
         from oslo_engine.tiny.subject import find_subject
         from oslo_engine.verify.planned import plan_of
@@ -70,6 +70,16 @@ def show(
         plan_rows(plan),
         f"{plan.model}, {plan.policy}, {sizes}, {plan.parameters[0].dtype}",
     )
+    typer.echo(
+        "(32): in so many blocks. dim 0: 4 x 8: along its first dimension each of 4 tp ranks has 8 entries. whole: every tp rank "
+        "has all of it; gradients summed: and computes a part of its gradient.\n"
+    )
+    if plan.replicated:
+        print_table(("whole on purpose", "why"), whole_rows(plan))
+        typer.echo()
+    if plan.num_stages > 1:
+        print_table(("stage", "pp", "blocks"), stage_rows(plan), "Pipeline stages")
+        typer.echo()
     print_table(("rank", "pp", "tp", "stages", "parameters", "bytes"), rank_rows(plan), "Ranks of one copy of the model")
 
 

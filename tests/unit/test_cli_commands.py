@@ -50,7 +50,7 @@ def test_policy_show_gives_the_plan_of_a_policy_s_first_model() -> None:
     assert "transformer.h.*.attn.c_attn.weight (12) 768 x 2304 dim 1 in 3 parts: 4 x 576 1.688 MiB 0-1" in rows
     assert any(row.startswith("transformer.wte.weight = lm_head.weight 50257 x 768 dim 0: 12565, 12564,") for row in rows)
     assert "transformer.h.*.ln_1.bias (12) 768 whole 3 KiB 0-1" in rows
-    assert sum(row[:1].isdigit() for row in rows) == 8  # ranks
+    assert sum(row[:1].isdigit() for row in rows) == 10  # ranks and stages
 
 
 def test_policy_show_counts_what_a_rank_holds() -> None:
@@ -125,3 +125,11 @@ def test_policy_check_with_another_model_than_it_serves() -> None:
 
 def test_policy_check_of_no_policy_is_bad_input() -> None:
     assert_refused(run("policy", "check", "no_such_policy"), "no such policy")
+
+
+def test_policy_show_says_which_blocks_a_stage_runs_and_why_something_stays_whole() -> None:
+    stages = run("policy", "show", "t5", "--tp", "2", "--pp", "2").stdout
+    assert "encoder.block 0-5, decoder.block 0-2" in stages
+    whole = run("policy", "show", "xlstm", "--tp", "2").stdout
+    assert "recurrent; its states are made for all heads" in whole
+    assert "Pipeline stages" not in whole
