@@ -71,8 +71,8 @@ def show(
         f"{plan.model}, {plan.policy}, {sizes}, {plan.parameters[0].dtype}",
     )
     typer.echo(
-        "(32): in so many blocks. dim 0: 4 x 8: along its first dimension each of 4 tp ranks has 8 entries. whole: every tp rank "
-        "has all of it; gradients summed: and computes a part of its gradient.\n"
+        "(32): in so many blocks. dim 0: 4 x 8: along its first dimension each of 4 tp ranks has 8 entries. whole: every tp "
+        "rank has all of it; gradients summed: and computes a part of its gradient.\n"
     )
     if plan.replicated:
         print_table(("whole on purpose", "why"), whole_rows(plan))
