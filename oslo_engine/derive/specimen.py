@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from oslo_engine.derive.calls import Call, observed
 from oslo_engine.derive.stacks import Stack, find_stacks
+from oslo_engine.errors import UnsupportedError
 from oslo_engine.tiny.batches import Shape, make_batch
 from oslo_engine.tiny.fill import fill
 from oslo_engine.tiny.subject import Subject
@@ -104,14 +105,19 @@ def run(model: PreTrainedModel, shape: Shape, seed: int) -> Any:
         batch["use_cache"] = False
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return model(**batch)
+        try:
+            return model(**batch)
+        except Exception as error:  # whatever a class raises that reads something else than text
+            raise UnsupportedError(
+                "the class does not run on text alone", where=type(model).__name__, got=str(error).partition("\n")[0]
+            ) from error
 
 
 def observe(subject: Subject, *, seeds: Sequence[int] = (0, 1), attention: str | None = "eager") -> Specimen:
     """Build a model and run it with several weights and lengths.
 
     Raises:
-        UnsupportedError: it cannot be built; whatever its forward raises.
+        UnsupportedError: it cannot be built, or does not run.
     """
     runs: list[dict[str, Call]] = []
     model = build(subject, attention)

@@ -44,6 +44,9 @@ def evaluate(program: ModelProgram, module: nn.Module, kwargs: Mapping[str, Any]
     given = {name: value for name, value in kwargs.items() if value is not None}
     given = program.with_own_cache(module, given)
     cache = find_cache(given)
+    if cache is None and program.decoding and given.get("use_cache") and (name := program.cache_argument) is not None:
+        # A second run beside that of ``generate`` (guidance), which it lets the model make a cache for.
+        cache = given[name] = program.new_cache()
     if cache is None:
         if given.get("use_cache") and not program.decoding:
             raise UnsupportedError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from oslo_engine.comm.collectives import all_reduce_together
 from oslo_engine.comm.fingerprint import fingerprint, fingerprints_of_ranks
-from oslo_engine.errors import BatchError
+from oslo_engine.errors import BatchError, UnsupportedError
 from oslo_engine.rewrite.state import ParallelState, parallel_state
 
 _BATCHES_COMPARED = 2
@@ -31,6 +31,12 @@ def run_forward(model: nn.Module, original: Callable[..., Any], args: tuple[Any,
     outermost = state.switch.current is None
     if outermost and state.mesh.tp.size > 1 and torch.is_grad_enabled() and state.batches_compared < _BATCHES_COMPARED:
         _check_same_batch(state, _by_name(original, model, args, kwargs))
+    if outermost and state.mesh.tp.size > 1 and _wants_attentions(model, original, args, kwargs):
+        raise UnsupportedError(
+            "attention weights would be those of this rank's heads only",
+            got="output_attentions=True",
+            hint="leave it off, or use tp=1",
+        )
     if state.program is not None and outermost:
         return state.program.forward(_by_name(original, model, args, kwargs))
     if state.program is None and model.training and state.mesh.model.size > 1:
@@ -38,6 +44,11 @@ def run_forward(model: nn.Module, original: Callable[..., Any], args: tuple[Any,
         with state.streams.batch():
             return original(model, *args, **kwargs)
     return original(model, *args, **kwargs)
+
+
+def _wants_attentions(model: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    asked = _by_name(original, model, args, kwargs).get("output_attentions")
+    return bool(getattr(model.config, "output_attentions", False) if asked is None else asked)
 
 
 def _check_same_batch(state: ParallelState, batch: dict[str, Any]) -> None:

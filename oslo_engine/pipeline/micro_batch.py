@@ -82,8 +82,8 @@ def weigh_by_labels(micros: Sequence[MicroBatch], *, shift_labels: bool) -> list
 def loss_weights(micros: Sequence[MicroBatch], *, shift_labels: bool) -> list[float]:
     """Each micro-batch's share of what the unsplit model's loss takes the mean over; the shares add up to 1.
 
-    That is the labels other than -100 (integers) or all elements (floating point). A micro-batch without any weighs 0. With
-    ``num_items_in_batch`` the model divides by the total itself, and every weight is 1.
+    That is the labels other than ``ignore_index`` (integers; -100 by default) or all elements (floating point). A micro-batch
+    without any weighs 0. With ``num_items_in_batch`` the model divides by the total itself, and every weight is 1.
 
     Args:
         shift_labels: the loss compares position t with the label at t + 1, so the first label of a row does not count. Labels
@@ -179,7 +179,8 @@ def _counts(micros: Sequence[MicroBatch], name: str, shift_labels: bool) -> list
             counted.append(torch.tensor(labels.numel()))
         else:
             shifted = shift_labels and name == "labels" and labels.dim() > 1
-            counted.append(((labels[:, 1:] if shifted else labels) != IGNORED_LABEL).sum())
+            ignored = micro.kwargs.get("ignore_index", IGNORED_LABEL)
+            counted.append(((labels[:, 1:] if shifted else labels) != ignored).sum())
     return torch.stack(counted).tolist()  # one wait for the device, not one per micro-batch
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from oslo_engine.comm.collectives import all_reduce_together
 from oslo_engine.comm.mesh import Mesh
@@ -21,12 +21,14 @@ from oslo_engine.errors import PlanError, UnsupportedError
 from oslo_engine.pipeline.evaluation import evaluate
 from oslo_engine.pipeline.ghost_cache import caches_of_stages
 from oslo_engine.pipeline.loop import PipelineLoop, open_loop, train_step
+from oslo_engine.pipeline.loss_check import check_loss_adds_up
 from oslo_engine.pipeline.micro_batch import MicroBatch, split_batch, weigh_by_labels
 from oslo_engine.pipeline.runtime import PipelineRuntime
 from oslo_engine.pipeline.stage import StageDone, StageRun
 from oslo_engine.rewrite.cache_calls import find_cache
 from oslo_engine.rewrite.dataflow import DataFlow
 from oslo_engine.rewrite.flows import FlowBook
+from oslo_engine.rewrite.skeleton import cache_argument
 from oslo_engine.rewrite.state import ParallelState
 
 _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -51,6 +53,7 @@ class ModelProgram:
         self.runtime = PipelineRuntime(self, links, schedule=state.plan.schedule, device=mesh.device)
         self._shared = _SharedGradients(model, state)
         self.shifts_labels = flows.shifts_labels()
+        self._loss_checked: Any = ()  # the loss function that was found to be a mean over labels
         self.decoding = False  # whether generate() is running: then only token ids travel, not logits
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelProgram:
@@ -140,6 +143,17 @@ class ModelProgram:
         second = DynamicCache(config=self.model.config.get_text_config(decoder=True))
         return {name: EncoderDecoderCache(cache, second) if value is cache else value for name, value in kwargs.items()}
 
+    @property
+    def cache_argument(self) -> str | None:
+        """The forward's name for a cache that can be made for it; None where it keeps none, or one of its own kind."""
+        known = self.model._supports_default_dynamic_cache()  # type: ignore[operator]
+        return cache_argument(self.flows.twin) if known else None
+
+    def new_cache(self) -> Cache:
+        config = self.model.config.get_text_config(decoder=True)
+        cache = DynamicCache(config=config)
+        return EncoderDecoderCache(cache, DynamicCache(config=config)) if self.model.config.is_encoder_decoder else cache
+
     def _flow(self, module: nn.Module, kwargs: Mapping[str, Any]) -> DataFlow:
         root = "" if module is self.model else next(name for name, m in self.model.named_modules() if m is module)
         return self.flows.flow(kwargs, training=self.model.training, root=root)
@@ -147,10 +161,23 @@ class ModelProgram:
     def _training_batch(self, batch: Mapping[str, Any]) -> list[MicroBatch]:
         self.runtime.refuse_open_loop()
         kwargs = {name: value for name, value in batch.items() if value is not None}
+        _refuse_packed_without_mask(kwargs, self.model)
         kwargs["use_cache"] = False
+        self._check_loss()
         micros = weigh_by_labels(split_batch(kwargs, self.state.micro_batch_size), shift_labels=self.shifts_labels)
         self.runtime.check(micros)
         return self.prepared(micros, self.model, kwargs)
+
+    def _check_loss(self) -> None:
+        """Once for each loss function: the class's own, or one that was set on the model."""
+        chosen = vars(self.model).get("_loss_function")
+        if chosen is not self._loss_checked:
+            twin = self.flows.twin
+            if chosen is not None:
+                twin.loss_function = chosen  # type: ignore[method-assign, assignment]
+            twin.train()
+            check_loss_adds_up(twin, shift_labels=self.shifts_labels)
+            self._loss_checked = chosen
 
     def _refuse_collected(self, kwargs: Mapping[str, Any]) -> None:
         wanted = [name for name in _COLLECTED if kwargs.get(name, getattr(self.model.config, name, False))]
@@ -172,6 +199,18 @@ class ModelProgram:
                         expected=f"use on stages {tensor.stages}",
                         hint="stages are planned for training and generation with ordinary arguments; use pp=1 for this call",
                     )
+
+
+def _refuse_packed_without_mask(kwargs: Mapping[str, Any], model: PreTrainedModel) -> None:
+    """Transformers masks texts that are packed into one row apart where it makes no cache, and not where it makes one."""
+    positions = kwargs.get("position_ids")
+    if not isinstance(positions, Tensor) or kwargs.get("attention_mask") is not None or kwargs.get("use_cache") is False:
+        return
+    if getattr(model.config, "use_cache", False) and bool((positions.diff(dim=-1) != 1).any()):
+        raise UnsupportedError(
+            "packed position_ids without an attention_mask mean another thing with a cache than without one",
+            hint="pass use_cache=False, as a pipeline trains, and compare with that; or an attention_mask",
+        )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from oslo_engine.errors import OsloError, PlanError
 from oslo_engine.rewrite.dataflow import DataFlow, analyze
 from oslo_engine.rewrite.meta_weights import without_weights
 from oslo_engine.rewrite.record import Recording, record
-from oslo_engine.rewrite.skeleton import Mode, example_inputs, keeps_cache
+from oslo_engine.rewrite.skeleton import Mode, cache_argument, example_inputs
 
 Signature = tuple[Any, ...]
 _ROWS, _LENGTH = 2, 8  # of the batches that are recorded
@@ -61,7 +61,7 @@ class FlowBook:
         only_first[:, 0] = labels[:, 0]
         with without_weights(self.twin), torch.no_grad():
             loss = self.twin(**{**inputs, "labels": only_first}).loss
-        return bool(loss.isnan())
+        return loss is not None and bool(loss.isnan())  # some want labels of a second kind too
 
     def place(self, stage_of: Mapping[tuple[str, int], int], num_stages: int) -> None:
         """Say where the cuts lie."""
@@ -109,7 +109,7 @@ class FlowBook:
         recordings = [record(self.twin, self.blocks, example_inputs(self.twin, "train"))]
         if self.twin.can_generate():
             self.twin.eval()
-            mode: Mode = "prefill" if keeps_cache(self.twin) else "forward"
+            mode: Mode = "prefill" if cache_argument(self.twin) is not None else "forward"
             recordings.append(record(self.twin, self.blocks, example_inputs(self.twin, mode)))
         return recordings
 

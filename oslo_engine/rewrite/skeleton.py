@@ -132,9 +132,9 @@ def _argument_names(forward: Callable[..., Any]) -> list[str]:
     return [*names, "use_cache"] if takes_more and _cache_argument(names) and "use_cache" not in names else names
 
 
-def keeps_cache(model: PreTrainedModel) -> bool:
-    """Whether the forward can continue from what it computed before."""
-    return _cache_argument(_argument_names(model.forward)) is not None
+def cache_argument(model: PreTrainedModel) -> str | None:
+    """The forward's name for what it can continue from; None where it cannot."""
+    return _cache_argument(_argument_names(model.forward))
 
 
 def _cache_argument(names: Sequence[str]) -> str | None:
