@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GPT2Config
+from transformers import FalconConfig, GPT2Config, GPTBigCodeConfig
 
 import oslo_engine as oslo
 from sabotage import saboteur
@@ -72,6 +72,9 @@ COMBINATIONS: list[tuple[Any, dict[str, Any]]] = [
     ("t5", {"tp": 2, "dtype": "float16"}),
     ("gemma3_text", {"tp": 2, "pp": 2}),
     ("gpt2", {}),
+    (FalconConfig(new_decoder_architecture=True, num_attention_heads=16, num_kv_heads=4, hidden_size=256), {"tp": 2, "pp": 2}),
+    (FalconConfig(alibi=True, multi_query=False, parallel_attn=False, bias=True), {"tp": 2, "pp": 2}),
+    (GPTBigCodeConfig(multi_query=False), {"tp": 3}),
     (GPT2Config(n_layer=3, n_head=5, n_embd=40, vocab_size=77, n_positions=32), {"tp": 2, "full_size": True}),
 ]
 
