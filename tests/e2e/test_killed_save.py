@@ -6,47 +6,19 @@ import logging
 import multiprocessing
 import os
 import random
-import resource
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import oslo_engine as oslo
 from oslo_engine.checkpoint import atomic
 from oslo_engine.checkpoint.source import open_source
-from oslo_engine.errors import CheckpointError
-from split_models import whole_model
+from saves import save_for_ever, save_with_little_room, trained
 
 KILLS = 50
-BATCH = {"input_ids": torch.arange(10, 18)[None], "labels": torch.arange(10, 18)[None]}
-
-
-def trained(version: int) -> tuple[Any, Any]:
-    """A model and an optimizer in which every number is the version."""
-    model = oslo.parallelize(whole_model("gpt2"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(**BATCH).loss.backward()
-    optimizer.step()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(version)
-            optimizer.state[parameter]["momentum_buffer"].fill_(version)
-    return model, optimizer
-
-
-def save_for_ever(folder: Path, first: int, started: Any) -> None:
-    model, optimizer = trained(first)
-    started.set()
-    for version in range(first, first + 10_000):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(version)
-                optimizer.state[parameter]["momentum_buffer"].fill_(version)
-        oslo.save_training(folder, model, optimizer)
 
 
 def version_in(folder: Path, model: Any, optimizer: Any) -> int:
@@ -67,7 +39,7 @@ def test_a_save_killed_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(tm
     oslo.save_training(folder, model, optimizer)
     seen = 0
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", __name__])
+    context.set_forkserver_preload(["torch", "transformers", "saves"])
     for _ in range(KILLS):
         started = context.Event()
         process = context.Process(target=save_for_ever, args=(folder, seen + 1, started))
@@ -82,19 +54,6 @@ def test_a_save_killed_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(tm
     assert seen > KILLS, "the saves were killed before they had begun"
     oslo.save_training(folder, model, optimizer)
     assert os.listdir(tmp_path) == ["a"]
-
-
-def save_with_little_room(folder: Path, told: Any) -> None:
-    """As on a disk that is full: no file may be longer than the limit."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-    model, optimizer = trained(2)
-    try:
-        oslo.save_training(folder, model, optimizer)
-    except CheckpointError as error:
-        told.send(str(error))
-    else:
-        told.send("")
 
 
 def test_a_full_disk_is_an_error_and_leaves_the_old_checkpoint(tmp_path: Path) -> None:
