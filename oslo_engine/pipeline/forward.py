@@ -47,7 +47,8 @@ def run_forward(model: nn.Module, original: Callable[..., Any], args: tuple[Any,
 
 
 def _wants_attentions(model: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    asked = _by_name(original, model, args, kwargs).get("output_attentions")
+    # Asked at every forward: arguments are only matched with names where several came without.
+    asked = (_by_name(original, model, args, kwargs) if len(args) > 1 else kwargs).get("output_attentions")
     return bool(getattr(model.config, "output_attentions", False) if asked is None else asked)
 
 
