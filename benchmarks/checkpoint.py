@@ -239,13 +239,13 @@ def draw(path: Path, conversions: list[dict[str, Any]], loading: list[dict[str, 
         label = "this" if who == "seconds" else who.removesuffix(" seconds")
         speed.bar([at + shift for at in positions], [row[who] for row in conversions], 0.25, label=label)
     speed.set(title=f"Seconds for {conversions[0]['MiB']:.0f} MiB, fsync included", ylabel="s")
-    speed.legend()
+    speed.legend(loc="upper center", ncols=2, fontsize="small")
     memory.bar(positions, [row["peak MiB above the start"] for row in conversions], 0.5)
     limit = conversions[0]["largest tensor MiB"]
     memory.axhline(limit, color="gray", linestyle=":", label="largest tensor")
     memory.axhline(limit + 64, color="red", linestyle="--", label="largest tensor + 64 MiB")
     memory.set(title="Peak memory above the start", ylabel="MiB")
-    memory.legend()
+    memory.legend(loc="upper center", ncols=2, fontsize="small")
     for axes in (speed, memory):
         axes.set_xticks(positions, names)
     kinds = [row["what"].rpartition(", ")[2] for row in loading]
