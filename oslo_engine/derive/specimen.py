@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from oslo_engine.derive.calls import Call, observed
+from oslo_engine.derive.calls import Call, forget_graph, observed
 from oslo_engine.derive.stacks import Stack, find_stacks
 from oslo_engine.errors import UnsupportedError
 from oslo_engine.tiny.batches import Shape, make_batch
@@ -106,11 +106,13 @@ def run(model: PreTrainedModel, shape: Shape, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            return model(**batch)
+            outputs = model(**batch)
         except Exception as error:  # whatever a class raises that reads something else than text
             raise UnsupportedError(
                 "the class does not run on text alone", where=type(model).__name__, got=str(error).partition("\n")[0]
             ) from error
+    forget_graph(model)
+    return outputs
 
 
 def observe(subject: Subject, *, seeds: Sequence[int] = (0, 1), attention: str | None = "eager") -> Specimen:
