@@ -128,7 +128,7 @@ def made(policy: Any, kind: str, where: str, changes: dict[str, Any], settings: 
         name = where.partition(": ")[2].removeprefix("maybe ")
         content["replicate"] = {**content["replicate"], f"maybe {name}": "fault"}
     try:
-        yield Fault(kind, where, type(policy)(**content, origin=policy.origin), settings=settings)
+        yield Fault(kind, where, type(policy)(**content).model_copy(update={"origin": policy.origin}), settings=settings)
     except ValueError:
         return
 
