@@ -7,6 +7,8 @@ carries.
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +85,21 @@ def test_split_it_says_the_same(rank_pool, folder: Path, unsplit, tp: int, pp: i
         assert torch.equal(split_tokens, tokens)
         # Under pp the tied matrix stands on both ends.
         assert held < num_parameters * (1 / (tp * pp) + (0.22 if pp > 1 else 0.08))
+
+
+def test_split_and_merged_by_the_command_line_it_is_the_same_checkpoint(folder: Path, unsplit, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    split, merged = tmp_path / "split", tmp_path / "merged"
+    for arguments in (("split", folder, split, "--tp", 2, "--pp", 2), ("verify", split), ("merge", split, merged)):
+        command = [sys.executable, "-c", "from oslo_engine.cli.main import main; main()", "checkpoint", *map(str, arguments)]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert len(list(split.glob("model_tp=*_pp=*.safetensors"))) == 4
+    before, after = load_file(folder / "model.safetensors"), load_file(merged / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].view(torch.int32), after[name].view(torch.int32)) for name in before)
+    logits, tokens = run(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32), prompts(merged))
+    assert torch.equal(logits, unsplit[0])
+    assert torch.equal(tokens, unsplit[1])
