@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel
 
@@ -15,18 +18,62 @@ from oslo_engine.assemble import check_micro_batch_size
 from oslo_engine.checkpoint.save import save_merged, save_split
 from oslo_engine.comm.mpu import ModelParallelUnit
 from oslo_engine.construct import initialize_parallel, load_parallel
-from oslo_engine.errors import UnsupportedError
+from oslo_engine.deploy.settings import Deployment
+from oslo_engine.errors import DeploymentError, UnsupportedError
 from oslo_engine.generation.agreement import AgreeOnTokens, refuse_what_ranks_cannot_agree_on
 from oslo_engine.pipeline.forward import run_forward, train_step
 from oslo_engine.rewrite.state import ParallelState, parallel_state
+from oslo_engine.topology import Topology
+
+
+def deploy(cls: type, path: Any, settings: Deployment, kwargs: dict[str, Any]) -> Any:
+    """Start workers that each load their slice of a checkpoint.
+
+    Args:
+        cls: of Transformers; it must be importable by its name.
+        kwargs: of ``from_pretrained_with_parallel``.
+
+    Raises:
+        DeploymentError: this process is itself one of several ranks.
+    """
+    from oslo_engine.deploy.model import DeployedModel
+
+    if dist.is_available() and dist.is_initialized():
+        raise DeploymentError(
+            "deployment=True starts its own workers",
+            got="torch.distributed is initialised",
+            hint="start it with python",
+        )
+    num_ranks = kwargs.get("tensor_parallel_size", 1) * kwargs.get("pipeline_parallel_size", 1)
+    Topology(tp=kwargs.get("tensor_parallel_size", 1), pp=kwargs.get("pipeline_parallel_size", 1))
+    return DeployedModel(functools.partial(_load_here, cls, path, kwargs), num_ranks, settings)
+
+
+def _importable(cls: Any) -> Any:
+    """The class itself if its name leads to it; one that ``with_parallel_methods`` made has the name of the one behind it."""
+    named = attrgetter(cls.__qualname__)(sys.modules[cls.__module__])
+    return cls if named is cls else next(base for base in cls.__mro__ if not issubclass(base, ParallelConstructors))
+
+
+def _load_here(cls: type, path: Any, kwargs: dict[str, Any]) -> Any:
+    return load_parallel(cls, path, with_parallel_methods, **kwargs)
 
 
 class ParallelConstructors:
     """Class methods that build a model split. For model classes, and for Auto classes, which pick one by the config."""
 
     @classmethod
-    def from_pretrained_with_parallel(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
-        """This rank's slice of a checkpoint; see ``oslo_engine.construct.load_parallel`` for the arguments."""
+    def from_pretrained_with_parallel(
+        cls, pretrained_model_name_or_path: Any, *, deployment: bool | Deployment = False, **kwargs: Any
+    ) -> Any:
+        """This rank's slice of a checkpoint; see ``oslo_engine.construct.load_parallel`` for the arguments.
+
+        With ``deployment`` (True, or a ``Deployment`` with settings), in an ordinary Python process: a ``DeployedModel``, whose
+        slices are loaded by workers that it starts on this machine.
+        """
+        if deployment:
+            settings = deployment if isinstance(deployment, Deployment) else Deployment()
+            return deploy(_importable(cls), pretrained_model_name_or_path, settings, kwargs)
         return load_parallel(cls, pretrained_model_name_or_path, with_parallel_methods, **kwargs)
 
     @classmethod
