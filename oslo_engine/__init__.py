@@ -21,17 +21,22 @@ if TYPE_CHECKING:
     from oslo_engine.api import parallelize
     from oslo_engine.checkpoint.resume import load_training
     from oslo_engine.checkpoint.training import save_training
+    from oslo_engine.deploy.settings import Deployment
     from oslo_engine.errors import (
         BatchError,
+        CallCancelledError,
         CheckpointError,
+        DeploymentError,
         MissingDependencyError,
         OsloError,
         PipelineError,
         PlanError,
         PolicyError,
+        QueueFullError,
         ShardedLogitsError,
         TopologyError,
         UnsupportedError,
+        WorkerDied,
     )
     from oslo_engine.layers.vocab_shard import gather_logits
     from oslo_engine.pipeline.recording import record_timeline
@@ -45,7 +50,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchError",
+    "CallCancelledError",
     "CheckpointError",
+    "Deployment",
+    "DeploymentError",
     "MissingDependencyError",
     "OsloError",
     "PipelineError",
@@ -53,10 +61,12 @@ __all__ = [
     "PlanError",
     "Policy",
     "PolicyError",
+    "QueueFullError",
     "ShardedLogitsError",
     "Topology",
     "TopologyError",
     "UnsupportedError",
+    "WorkerDied",
     "clip_grad_norm_",
     "gather_logits",
     "load_training",
@@ -67,6 +77,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "Deployment": "deploy.settings",
     "Plan": "plan.plan",
     "Policy": "policy.schema",
     "Topology": "topology",
@@ -77,7 +88,7 @@ _MODULE_OF = {
     "record_timeline": "pipeline.recording",
     "save_training": "checkpoint.training",
     "verify": "verify",
-} | {name: "errors" for name in __all__ if name.endswith("Error")}
+} | {name: "errors" for name in __all__ if name.endswith("Error") or name == "WorkerDied"}
 
 # Subpackages whose names are public names of Transformers too: as attributes of this module they are those.
 _NOT_SUBPACKAGES = {"pipeline"}

@@ -78,3 +78,19 @@ class MissingDependencyError(OsloError, ImportError):
 
 class UnsupportedError(OsloError, NotImplementedError):
     """A setting that this combination of model and layout does not support."""
+
+
+class DeploymentError(OsloError, RuntimeError):
+    """A deployed model cannot take or finish a call; ``where`` is the rank."""
+
+
+class QueueFullError(DeploymentError):
+    """As many calls wait already as the deployment allows."""
+
+
+class CallCancelledError(DeploymentError):
+    """The call was cancelled before it had a result."""
+
+
+class WorkerDied(DeploymentError):
+    """A worker process ended while it was needed; ``where`` is its rank, ``got`` its exit code."""

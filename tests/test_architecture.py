@@ -33,8 +33,10 @@ LAYERS = [
     {"integrations"},
     {"tiny"},
     {"derive"},
+    {"deploy"},
     {"assemble", "construct", "methods"},
     {"api", "verify"},
+    {"serve"},
     {"cli"},
 ]
 # Imported in the functions that need them. Kernels are the exception: their modules are themselves imported when needed.

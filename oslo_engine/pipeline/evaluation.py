@@ -63,8 +63,18 @@ def evaluate(program: ModelProgram, module: nn.Module, kwargs: Mapping[str, Any]
     outputs = program.runtime.evaluate(program.prepared(micros, module, given))
     merged = None if outputs is None else _merge(outputs, micros)
     axis, source = program.runtime.links.axis, program.state.plan.rank_of_stage[-1]
-    only_ids_travel = program.decoding and module is program.model  # the encoder's output is needed by every decoder stage
-    return _share(merged, axis, source, cache, keep_tensors=not only_ids_travel, device=program.runtime.device)
+    only_ids_travel = (
+        program.decoding and not program.whole_outputs and module is program.model
+    )  # the encoder's output is needed by every decoder stage
+    return _share(
+        merged,
+        axis,
+        source,
+        cache,
+        keep_tensors=not only_ids_travel,
+        writable=program.writes_logits,
+        device=program.runtime.device,
+    )
 
 
 def _micro_batches(program: ModelProgram, given: Mapping[str, Any], *, whole: bool) -> list[MicroBatch]:
@@ -124,7 +134,20 @@ class _OwnCache:
     """Stands for the cache in an output that travels: every rank has its own."""
 
 
-def _share(output: Any, axis: Axis, source: int, cache: Cache | None, *, keep_tensors: bool, device: torch.device) -> Any:
+def _placeholder(tensor: _Described, device: torch.device, *, writable: bool) -> Tensor:
+    return torch.zeros(tensor.shape if writable else (), dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
+def _share(
+    output: Any,
+    axis: Axis,
+    source: int,
+    cache: Cache | None,
+    *,
+    keep_tensors: bool,
+    writable: bool,
+    device: torch.device,
+) -> Any:
     """Give every pp rank the output that the source has."""
     is_cache = lambda leaf: isinstance(leaf, Cache)  # noqa: E731
     box: list[Any] = [None]
@@ -155,7 +178,5 @@ def _share(output: Any, axis: Axis, source: int, cache: Cache | None, *, keep_te
             dist.broadcast(tensor, group=axis.group, group_src=source)
             filled.append(tensor)
         else:
-            filled.append(
-                next(received) if axis.rank == source else torch.zeros((), dtype=leaf.dtype, device=device).expand(leaf.shape)
-            )
+            filled.append(next(received) if axis.rank == source else _placeholder(leaf, device, writable=writable))
     return pytree.tree_unflatten(filled, structure)

@@ -54,7 +54,9 @@ class ModelProgram:
         self._shared = _SharedGradients(model, state)
         self.shifts_labels = flows.shifts_labels()
         self._loss_checked: Any = ()  # the loss function that was found to be a mean over labels
-        self.decoding = False  # whether generate() is running: then only token ids travel, not logits
+        self.decoding = False  # whether generate() is running: it makes the caches, and needs logits where tokens are chosen
+        self.whole_outputs = False  # whether its caller wants to see the logits
+        self.writes_logits = False  # whether it writes into them, which assisted generation does
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelProgram:
         raise UnsupportedError("a model that was split into a pipeline cannot be copied", hint="copy it before parallelize")
@@ -104,13 +106,14 @@ class ModelProgram:
         return train_step(self.runtime, self._training_batch(batch))
 
     @contextmanager
-    def generating(self) -> Iterator[None]:
-        """While ``generate`` runs only token ids travel: logits stay on the rank that chooses."""
-        before, self.decoding = self.decoding, True
+    def generating(self, *, whole_outputs: bool, writes_logits: bool) -> Iterator[None]:
+        """While ``generate`` runs only token ids travel; logits stay on the rank that chooses, unless ``whole_outputs``."""
+        before = self.decoding, self.whole_outputs, self.writes_logits
+        self.decoding, self.whole_outputs, self.writes_logits = True, whole_outputs, writes_logits
         try:
             yield
         finally:
-            self.decoding = before
+            self.decoding, self.whole_outputs, self.writes_logits = before
 
     def callable_part(self, module: nn.Module) -> Callable[..., Any]:
         """A part of the model to be called by itself, over the stages that hold its blocks: the encoder, in ``generate``."""
