@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cache
@@ -17,6 +18,7 @@ from oslo_engine.comm.mpu import ModelParallelUnit
 from oslo_engine.construct import initialize_parallel, load_parallel
 from oslo_engine.errors import UnsupportedError
 from oslo_engine.generation.agreement import AgreeOnTokens, refuse_what_ranks_cannot_agree_on
+from oslo_engine.integrations.deepspeed import meet_engine
 from oslo_engine.pipeline.forward import run_forward, train_step
 from oslo_engine.rewrite.state import ParallelState, parallel_state
 
@@ -115,6 +117,11 @@ class ParallelMethods(ParallelConstructors):
         if last is not None and last.seen is not None:
             output["scores"] = tuple(last.seen)
         return output
+
+    def set_deepspeed_parallelism(self, *args: Any) -> None:
+        """DeepSpeed calls this while it builds an engine around the model."""
+        if "_oslo" in self.__dict__:
+            meet_engine(self.gpu_modules(), sys._getframe(1))
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         encoder = super().get_encoder(*args, **kwargs)  # type: ignore[misc]

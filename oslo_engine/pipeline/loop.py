@@ -151,6 +151,8 @@ class LoopDriver:
                 with torch.enable_grad():
                     link = anchor if index == last else torch.zeros((), device=loss.device, requires_grad=True)
                     loss = _Loss.apply(self, index, loss, link)
+                if self._runtime.before_backward is not None:
+                    self._runtime.before_backward(last=index == last)
                 yield MicroOutput(loss, index, run.outputs.pop(index, None))
                 if run.closed and not self._finished:
                     raise self._misuse("the micro-batch loop goes on after its batch was left", None)

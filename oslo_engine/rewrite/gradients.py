@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -70,33 +71,46 @@ def _power_sum(grad: Tensor, norm_type: float) -> Tensor:
     return norm if math.isinf(norm_type) else norm.pow(norm_type)
 
 
+class Answer(Enum):
+    """How much of a parameter's gradient a rank answers for, so that every entry of the unsplit model's counts once."""
+
+    ALL = "all that it holds"
+    PART = "some of what it holds"
+    NOTHING = "nothing"
+
+
+def answer_for(state: ParallelState, name: str) -> Answer:
+    """What this rank answers for of one of its parameters."""
+    at, tensor = state.mesh.at, state.plan.tensor(name)
+    if at.pp_rank != state.plan.holders(tensor)[0]:
+        return Answer.NOTHING
+    if tensor.shard is None:
+        return Answer.ALL if at.tp_rank == 0 else Answer.NOTHING
+    return Answer.PART if tensor.shard.overlaps else Answer.ALL
+
+
 def _counted_gradients(model: nn.Module, state: ParallelState) -> Iterator[Tensor]:
     """The gradients, or pieces of them, that this rank answers for."""
-    at = state.mesh.at
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
-        tensor = state.plan.tensor(name)
-        if at.pp_rank != state.plan.holders(tensor)[0]:
-            continue
-        yield from _pieces(parameter.grad, tensor, at.tp_rank)
+        match answer_for(state, name):
+            case Answer.ALL:
+                yield parameter.grad
+            case Answer.PART:
+                yield from _pieces(parameter.grad, state.plan.tensor(name), state.mesh.at.tp_rank)
 
 
 def _pieces(grad: Tensor, tensor: TensorPlan, tp_rank: int) -> Iterator[Tensor]:
-    shard = tensor.shard
-    if shard is None:
-        if tp_rank == 0:
-            yield grad
-    elif not shard.overlaps:
-        yield grad
-    else:
-        at = 0
-        for span in shard.spans[tp_rank]:
-            length = span[1] - span[0]
-            first_holder = next(rank for rank, spans in enumerate(shard.spans) if span in spans)
-            if first_holder == tp_rank:
-                yield grad.narrow(shard.dim, at, length)
-            at += length
+    """Of a slice that other ranks hold parts of as well, the parts that this rank is the first to hold."""
+    shard, at = tensor.shard, 0
+    assert shard is not None
+    for span in shard.spans[tp_rank]:
+        length = span[1] - span[0]
+        first_holder = next(rank for rank, spans in enumerate(shard.spans) if span in spans)
+        if first_holder == tp_rank:
+            yield grad.narrow(shard.dim, at, length)
+        at += length
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
