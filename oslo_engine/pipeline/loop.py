@@ -217,7 +217,8 @@ class LoopDriver:
 def _deliver(runtime: PipelineRuntime, source: BatchRun | LoopDriver) -> Tensor:
     """The anchor: a zero whose backward gives ``source``'s gradients to the parameters."""
     leaf = torch.zeros((), device=runtime.device, requires_grad=True)  # a rank may have no trainable parameter
-    return _Deliver.apply(source, leaf, *runtime.program.parameters())
+    parameters = runtime.program.parameters() if runtime.program.fully_sharded() is None else []
+    return _Deliver.apply(source, leaf, *parameters)
 
 
 class _Deliver(Function):
