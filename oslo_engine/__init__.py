@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from oslo_engine.plan.plan import Plan
     from oslo_engine.policy.schema import Policy
     from oslo_engine.rewrite.gradients import clip_grad_norm_
+    from oslo_engine.rewrite.scaler import GradScaler
     from oslo_engine.topology import Topology
     from oslo_engine.verify import verify
 
@@ -46,6 +47,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchError",
     "CheckpointError",
+    "GradScaler",
     "MissingDependencyError",
     "OsloError",
     "PipelineError",
@@ -67,6 +69,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "GradScaler": "rewrite.scaler",
     "Plan": "plan.plan",
     "Policy": "policy.schema",
     "Topology": "topology",

@@ -15,6 +15,7 @@ import oslo_engine
 OURS = {
     "BatchError",
     "CheckpointError",
+    "GradScaler",
     "MissingDependencyError",
     "OsloError",
     "PipelineError",

@@ -108,6 +108,7 @@ class FullyShardedGradients:
 
     def discard(self) -> None:
         """The batch has failed."""
+        divided_parameters(self._model)  # so that the model shows those again
         self._restore()
         self._model.__dict__["_oslo_failed_under_fsdp"] = True
 

@@ -256,9 +256,8 @@ class _SharedGradients:
         Raises:
             PlanError: it was added outside the blocks, where several stages may hold it.
         """
-        own = name.replace(".base_layer.", ".")  # adapters wrap modules
         try:
-            return self._plan.holders(self._plan.tensor(own))
+            return self._plan.holders(self._plan.tensor(name))
         except KeyError:
             if any(name.startswith(f"{block}.") for block in self._plan.blocks):
                 return ()

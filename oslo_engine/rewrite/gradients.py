@@ -128,8 +128,8 @@ def _counted_gradients(model: nn.Module, state: ParallelState) -> Iterator[Tenso
             case Answer.ALL:
                 yield parameter.grad
             case Answer.PART:
-                grad = parameter.grad
-                yield from _pieces(grad.full_tensor() if isinstance(grad, DTensor) else grad, state.plan.tensor(name), state.mesh.at.tp_rank)
+                grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+                yield from _pieces(grad, state.plan.tensor(name), state.mesh.at.tp_rank)
 
 
 def _pieces(grad: Tensor, tensor: TensorPlan, tp_rank: int) -> Iterator[Tensor]:
