@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from oslo_engine.plan.plan import Plan
     from oslo_engine.policy.schema import Policy
     from oslo_engine.rewrite.gradients import clip_grad_norm_
+    from oslo_engine.rewrite.scaler import GradScaler
     from oslo_engine.topology import Topology
     from oslo_engine.verify import verify
 
@@ -54,6 +55,7 @@ __all__ = [
     "CheckpointError",
     "Deployment",
     "DeploymentError",
+    "GradScaler",
     "MissingDependencyError",
     "OsloError",
     "PipelineError",
@@ -78,6 +80,7 @@ __all__ = [
 
 _MODULE_OF = {
     "Deployment": "deploy.settings",
+    "GradScaler": "rewrite.scaler",
     "Plan": "plan.plan",
     "Policy": "policy.schema",
     "Topology": "topology",

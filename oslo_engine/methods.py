@@ -24,6 +24,7 @@ from oslo_engine.generation.choices import AgreedProcessors, Choice, agree_on_be
 from oslo_engine.generation.proposals import agree_on_proposals
 from oslo_engine.generation.run import run_generate
 from oslo_engine.generation.stopping import AgreedCriteria
+from oslo_engine.integrations.deepspeed import meet_engine
 from oslo_engine.pipeline.forward import run_forward, train_step
 from oslo_engine.rewrite.state import ParallelState, parallel_state
 from oslo_engine.topology import Topology
@@ -153,6 +154,11 @@ class ParallelMethods(ParallelConstructors):
         if "_oslo" not in self.__dict__ or self._parallel.mesh.model.size == 1:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
         return run_generate(self, super().generate, args, kwargs)  # type: ignore[misc]
+
+    def set_deepspeed_parallelism(self, *args: Any) -> None:
+        """DeepSpeed calls this while it builds an engine around the model."""
+        if "_oslo" in self.__dict__:
+            meet_engine(self.gpu_modules(), sys._getframe(1))
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         encoder = super().get_encoder(*args, **kwargs)  # type: ignore[misc]

@@ -18,6 +18,7 @@ OURS = {
     "CheckpointError",
     "Deployment",
     "DeploymentError",
+    "GradScaler",
     "MissingDependencyError",
     "OsloError",
     "PipelineError",

@@ -72,6 +72,9 @@ class BatchRun:
         self._cuts = Cuts(links, orders, device, (serial, len(micros)))
         self._fingerprint = fingerprint(micros) if training else None
         self._empty = False
+        self._sharded = program.fully_sharded() if training else None
+        if self._sharded is not None:
+            self._sharded.begin()
         self._parameters = program.parameters() if training else []
         self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._sums = GradientBuffer(len(self._parameters))
@@ -120,8 +123,11 @@ class BatchRun:
             self._end(problem)
 
     def take_gradients(self) -> list[Tensor | None]:
-        """The gradients of the batch, for ``program.parameters()`` in their order."""
-        return self._program.finish_gradients(self._sums.take())
+        """The gradients of the batch, for ``program.parameters()`` in their order; none where FSDP2 was given them."""
+        if self._sharded is None:
+            return self._program.finish_gradients(self._sums.take())
+        self._sharded.deliver(self._program.finish_gradients(self._sharded.take()))
+        return []
 
     # Leaving early
 
@@ -151,6 +157,8 @@ class BatchRun:
         self._queues.clear()
         self.outputs.clear()
         self._sums.take()
+        if self._sharded is not None:
+            self._sharded.discard()
         try:
             self._walk(len(self.actions))
             while self._training and len(self._losses) < len(self.micros):
@@ -238,15 +246,24 @@ class BatchRun:
         outputs = [value for value in flight.sent if value.requires_grad]
         gradients = self._gradients_of(action.stage, micro, outputs)
         wanted = [value for value in flight.received if value.requires_grad]
-        found: Sequence[Tensor | None] = [None] * (len(self._parameters) + len(wanted))
-        if outputs and found:
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if outputs and (self._parameters or wanted):
             with self._autocast.off(), self._timed(action):
-                found = torch.autograd.grad(outputs, [*self._parameters, *wanted], gradients, allow_unused=True)
-        self._sums.add_all(found[: len(self._parameters)])
+                found = self._differentiate(outputs, gradients, wanted, last=micro.index == len(self.micros) - 1)
         if action.stage > 0:
-            back = zip(wanted, found[len(self._parameters) :], strict=True)
+            back = zip(wanted, found, strict=True)
             filled = [torch.zeros_like(value) if gradient is None else gradient for value, gradient in back]
             self._cuts.leave_gradients(action.stage, micro, tuple(filled))
+
+    def _differentiate(
+        self, outputs: list[Tensor], gradients: tuple[Tensor, ...], wanted: list[Tensor], *, last: bool
+    ) -> Sequence[Tensor | None]:
+        """Add the gradients of the parameters to this batch's sums, and return those of ``wanted``."""
+        if self._sharded is not None:
+            return self._sharded.backward(outputs, gradients, wanted, last=last)
+        found = torch.autograd.grad(outputs, [*self._parameters, *wanted], gradients, allow_unused=True)
+        self._sums.add_all(found[: len(self._parameters)])
+        return found[len(self._parameters) :]
 
     def _gradients_of(self, stage: int, micro: MicroBatch, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if stage < self._orders.num_stages - 1:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
@@ -19,6 +20,7 @@ from oslo_engine.comm.mesh import Mesh
 from oslo_engine.comm.p2p import PipelineLinks
 from oslo_engine.errors import PlanError, UnsupportedError
 from oslo_engine.pipeline.evaluation import evaluate
+from oslo_engine.pipeline.fully_sharded import FullyShardedGradients, divided_parameters, fully_sharded
 from oslo_engine.pipeline.ghost_cache import caches_of_stages
 from oslo_engine.pipeline.loop import PipelineLoop, open_loop, train_step
 from oslo_engine.pipeline.loss_check import check_loss_adds_up
@@ -64,7 +66,10 @@ class ModelProgram:
     # What the runtime calls
 
     def parameters(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return divided_parameters(self.model)
+
+    def fully_sharded(self) -> FullyShardedGradients | None:
+        return fully_sharded(self.model, schedule=self.state.plan.schedule)
 
     def run(self, stage: int, received: tuple[Tensor, ...], micro: MicroBatch) -> tuple[Tensor, ...] | Any:
         call, state = micro.context, self.state
@@ -254,9 +259,8 @@ class _SharedGradients:
         Raises:
             PlanError: it was added outside the blocks, where several stages may hold it.
         """
-        own = name.replace(".base_layer.", ".")  # adapters wrap modules
         try:
-            return self._plan.holders(self._plan.tensor(own))
+            return self._plan.holders(self._plan.tensor(name))
         except KeyError:
             if any(name.startswith(f"{block}.") for block in self._plan.blocks):
                 return ()
@@ -279,9 +283,14 @@ class _SharedGradients:
             for index in together[group]:
                 if gradients[index] is None:
                     gradients[index] = torch.zeros_like(parameters[index])
-            tensors = [gradient for index in together[group] if (gradient := gradients[index]) is not None]
+            tensors = [_local(gradient) for index in together[group] if (gradient := gradients[index]) is not None]
             all_reduce_together(tensors, self._groups[group])
         return gradients
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """The memory of a gradient; FSDP2 gives the ranks of one dp rank the same part on every stage."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _holder_group(mesh: Mesh, holders: tuple[int, ...]) -> Any:

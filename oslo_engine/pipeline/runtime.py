@@ -23,6 +23,13 @@ class OpenLoop(Protocol):
     def abandon(self, problem: str) -> None: ...
 
 
+class BeforeBackward(Protocol):
+    """Hears of the backwards of a micro-batch loop."""
+
+    def __call__(self, *, last: bool) -> None:
+        """The user is about to call a micro-batch's backward; ``last``: gradients reach the parameters in this one."""
+
+
 class PipelineRuntime:
     """What one rank needs to run batches through the pipeline.
 
@@ -36,6 +43,7 @@ class PipelineRuntime:
     Attributes:
         timeline: set it to a list to have every computation noted in it; on an accelerator that waits for each one.
         open_loop: the loop that is being iterated, if any.
+        before_backward: told of every micro-batch that a loop hands out, where a wrapper of the model has to know.
     """
 
     def __init__(self, program: StageProgram, links: PipelineLinks, *, schedule: str, device: torch.device) -> None:
@@ -44,6 +52,7 @@ class PipelineRuntime:
         self.program, self.links, self.schedule, self.device = program, links, schedule, device
         self.timeline: list[Event] | None = None
         self.open_loop: OpenLoop | None = None
+        self.before_backward: BeforeBackward | None = None
         self._num_batches = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineRuntime:
