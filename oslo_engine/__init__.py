@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from oslo_engine.errors import (
         BatchError,
         CheckpointError,
+        FusionTargetError,
         MissingDependencyError,
         OsloError,
         PipelineError,
@@ -46,6 +47,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchError",
     "CheckpointError",
+    "FusionTargetError",
     "MissingDependencyError",
     "OsloError",
     "PipelineError",

@@ -78,3 +78,7 @@ class MissingDependencyError(OsloError, ImportError):
 
 class UnsupportedError(OsloError, NotImplementedError):
     """A setting that this combination of model and layout does not support."""
+
+
+class FusionTargetError(OsloError, ValueError):
+    """A target of ``fuse`` that the model does not have."""

@@ -15,6 +15,7 @@ import oslo_engine
 OURS = {
     "BatchError",
     "CheckpointError",
+    "FusionTargetError",
     "MissingDependencyError",
     "OsloError",
     "PipelineError",

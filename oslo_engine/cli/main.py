@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from oslo_engine.cli.checkpoint import checkpoint
+from oslo_engine.cli.fuse import fuse
 from oslo_engine.cli.policy import policy
 from oslo_engine.cli.verify import verify
 
@@ -16,5 +17,6 @@ main = typer.Typer(
     add_completion=False,
 )
 main.command("verify")(verify)
+main.command("fuse")(fuse)
 main.add_typer(policy, name="policy")
 main.add_typer(checkpoint, name="checkpoint")
