@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from oslo_engine.kernels.activation import FORMS
-from oslo_engine.layers.specialize import original_class
+from oslo_engine.layers.specialize import keeps_forward, original_class
 
 _ROWS = 7
 _SMALLEST_NORM = 2
@@ -37,7 +37,7 @@ class NormKind:
 def takes_one_tensor(module: nn.Module) -> bool:
     """Whether its class's forward has one argument that must be given, and nothing but a class of its own stands before it."""
     own: Any = original_class(module)
-    if type(module).forward is not own.forward:
+    if not keeps_forward(module):
         return False
     try:
         parameters = list(inspect.signature(own.forward).parameters.values())[1:]

@@ -37,6 +37,12 @@ class Fusion:
     targets: Any
     changed: list[str] = field(default_factory=list)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fusion:
+        return Fusion(self.report, self.targets, list(self.changed))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(None), ()  # a pickled model is the plain one
+
 
 def fuse(model: PreTrainedModel, targets: Any = None) -> FusionReport:
     """Fuse a model in place; a fused one is fused anew.
@@ -119,8 +125,8 @@ class _Fuser:
         roots = [name for name, module in self.modules.items() if isinstance(module, self.targets.classes)]
         return {name for name in self.modules for root in roots if name == root or name.startswith(f"{root}.")}
 
-    def _allows(self, kernel: str, *modules: str) -> bool:
-        return kernel in self.targets.kernels or all(name in self._inside for name in modules)
+    def _allows(self, kernel: str, module: str) -> bool:
+        return kernel in self.targets.kernels or module in self._inside
 
     def _norms(self) -> dict[str, NormKind]:
         found = {}
@@ -148,9 +154,7 @@ class _Fuser:
         return found
 
     def _scopes(self) -> list[str]:
-        """Blocks; outside of them what holds linear layers; where classes were asked for, their modules."""
-        if not self.targets.kernels:
-            return _outermost(name for name, module in self.modules.items() if isinstance(module, self.targets.classes))
+        """Blocks; outside of them what holds linear layers."""
         lists = [name for name, module in self.modules.items() if isinstance(module, nn.ModuleList)]
         blocks = _outermost(f"{name}.{child}" for name in lists for child, _ in self.modules[name].named_children())
         above = {".".join(block.split(".")[:depth]) for block in blocks for depth in range(block.count(".") + 1)}
@@ -171,7 +175,7 @@ class _Fuser:
     def _judged(self, firing: Firing) -> bool:
         """Whether the kernel may be put there; the place is noted with the reason where not."""
         kernel, where = firing.kernel, firing.source or firing.module
-        if kernel in ("layer_norm", "rms_norm") or not self._allows(kernel, where, firing.module):
+        if kernel in ("layer_norm", "rms_norm") or not self._allows(kernel, where):
             return False
         if kernel in _SUMS:
             return True

@@ -21,7 +21,7 @@ from oslo_engine.errors import OsloError
 from oslo_engine.fusion.classify import NormKind
 from oslo_engine.fusion.deferred import Activated, Biased, Deferred, Recipe, Shares
 from oslo_engine.fusion.scope import Activation, BiasApart, DropLater, FusedLoss, Fusing, Norm, Scope, current
-from oslo_engine.layers.specialize import specialize
+from oslo_engine.layers.specialize import keeps_forward, original_class, specialize
 from oslo_engine.rewrite.meta_weights import without_weights
 from oslo_engine.rewrite.skeleton import Mode, example_inputs
 
@@ -198,4 +198,5 @@ def probe(
 
 
 def is_linear(module: nn.Module) -> bool:
-    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
+    own: Any = original_class(module)
+    return own.forward in (nn.Linear.forward, Conv1D.forward) and keeps_forward(module)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,16 +60,6 @@ class Fusing(TorchFunctionMode):
         _running.scope = self._outer
         super().__exit__(*error)
 
-    @contextmanager
-    def widened(self, *, attends: bool = False, gates: bool = False) -> Iterator[None]:
-        """While a scope inside this one runs: what either lets wait."""
-        before = self.attends, self.gates
-        self.attends, self.gates = self.attends or attends, self.gates or gates
-        try:
-            yield
-        finally:
-            self.attends, self.gates = before
-
     def defer(self, recipe: Recipe) -> Deferred:
         return Deferred(recipe)
 
@@ -91,7 +80,7 @@ class Fused:
     """What all mixins here share: a model is copied as it is, and pickled as the plain model."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made: Any = object.__new__(type(self))  # type: ignore[call-overload]
+        made = object.__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
@@ -101,7 +90,7 @@ class Fused:
         return _new, (plain,), {key: value for key, value in self.__dict__.items() if not key.startswith("_oslo_fused")}
 
 
-def _new(cls: type) -> Any:
+def _new(cls: Any) -> Any:
     return cls.__new__(cls)
 
 
@@ -111,10 +100,9 @@ class Scope(Fused):
     _oslo_fused_kinds: dict[str, bool]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or current() is not None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        outer = current()
-        with self._make_scope() if outer is None else outer.widened(**self._oslo_fused_kinds):
+        with self._make_scope():
             return values_of(super().forward(*args, **kwargs))  # type: ignore[misc]
 
     def _make_scope(self) -> Fusing:
@@ -229,3 +217,13 @@ class FusedLoss:
             return self.original(*args, **kwargs)
         with Fusing(loses=True):
             return values_of(self.original(*args, **kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedLoss:
+        return type(self)(copy.deepcopy(self.original, memo), was_set=self.was_set)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _itself, (self.original,)
+
+
+def _itself(value: Any) -> Any:
+    return value

@@ -21,7 +21,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Targets:
-    """kernels: wanted in the whole model. classes: modules in which all are wanted. asked: both, in the user's words."""
+    """kernels: wanted in the whole model. classes: modules whose results all may take in. asked: both, in the user's words."""
 
     kernels: frozenset[str]
     classes: tuple[type, ...]
