@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,7 +119,10 @@ class _Fuser:
 
     def _whole(self) -> PreTrainedModel:
         split = "_oslo" in self.model.__dict__ and self.model.__dict__["_oslo"].plan.topology.world_size > 1
-        return skeleton(type(self.model), self.model.config) if split else skeleton(self.model)
+        if not split:
+            with contextlib.suppress(RuntimeError):  # some keep activations of their last forward, which cannot be copied
+                return skeleton(self.model)
+        return skeleton(type(self.model), self.model.config)
 
     def _names_inside(self) -> set[str]:
         """All modules in instances of the classes that were asked for."""

@@ -27,6 +27,10 @@ def is_plain(x: Any) -> bool:
     return type(x) is Tensor or type(x) is nn.Parameter
 
 
+def autocasting(x: Tensor) -> bool:
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
 def recipe_of(x: Any, kind: type) -> Any:
     """The recipe of a Deferred of this kind whose value nobody needed so far; else None."""
     return x.recipe if isinstance(x, Deferred) and x.value is None and type(x.recipe) is kind else None
@@ -177,7 +181,7 @@ def softmax(scope: Fusing, x: Any, dim: Any = None, *rest: Any, dtype: Any = Non
     if scores is None or dim not in (-1, 3):
         return NotImplemented
     if dtype is None:
-        dtype = torch.float32 if torch.is_autocast_enabled(scores.x.device.type) else scores.dtype
+        dtype = torch.float32 if autocasting(scores.x) else scores.dtype
     if dtype == scores.x.dtype:
         return scope.emit("scale_mask_softmax", "", scores.softmax, lambda: torch.softmax(value_of(x), -1, dtype=dtype))
     if torch.promote_types(dtype, scores.x.dtype) != dtype:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from oslo_engine.fusion.deferred import Activated, Biased, Deferred, Recipe, Summed, value_of, values_of
-from oslo_engine.fusion.rules import RULES, activate, is_plain, recipe_of
+from oslo_engine.fusion.rules import RULES, activate, autocasting, is_plain, recipe_of
 from oslo_engine.layers.region import RowLayer
 
 _running = threading.local()
@@ -163,12 +163,11 @@ class Norm(Fused):
     _oslo_fused_kind: str
     _oslo_fused_eps: float
     _oslo_fused_shift: float
-    weight: Tensor | None
-    bias: Tensor | None
+    weight: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         own: Callable[..., Tensor] = super().forward  # type: ignore[misc]
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type) or not self._takes(x):
+        if torch.compiler.is_compiling() or autocasting(x) or not self._takes(x):
             return own(value_of(x))
         scope, summed = current(), recipe_of(x, Summed)
         if scope is None:
@@ -184,14 +183,13 @@ class Norm(Fused):
         return scope.emit(f"add_{self._oslo_fused_kind}", summed.source, joined, lambda: own(value_of(x)))  # type: ignore[no-any-return]
 
     def _takes(self, x: Any) -> bool:
-        weight = self.weight
-        return (is_plain(x) or isinstance(x, Deferred)) and (weight is None or weight.dtype == x.dtype)
+        return (is_plain(x) or isinstance(x, Deferred)) and self.weight.dtype == x.dtype
 
     def _alone(self, x: Tensor) -> Tensor:
         if self._oslo_fused_kind == "layer_norm":
             from oslo_engine.kernels.layer_norm import layer_norm
 
-            return layer_norm(x, self.weight, self.bias, self._oslo_fused_eps)
+            return layer_norm(x, self.weight, getattr(self, "bias", None), self._oslo_fused_eps)
         from oslo_engine.kernels.rms_norm import rms_norm
 
         return rms_norm(x, self.weight, self._oslo_fused_eps, self._oslo_fused_shift)
@@ -200,7 +198,7 @@ class Norm(Fused):
         if self._oslo_fused_kind == "layer_norm":
             from oslo_engine.kernels.layer_norm import add_layer_norm
 
-            return add_layer_norm(x, residual, self.weight, self.bias, self._oslo_fused_eps)
+            return add_layer_norm(x, residual, self.weight, getattr(self, "bias", None), self._oslo_fused_eps)
         from oslo_engine.kernels.rms_norm import add_rms_norm
 
         return add_rms_norm(x, residual, self.weight, self._oslo_fused_eps, self._oslo_fused_shift)
