@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
 from oslo_engine.assemble import assemble
 from oslo_engine.comm.mesh import build_mesh
 from oslo_engine.errors import PlanError
+from oslo_engine.fusion.fuse import fuse as fuse_model
+from oslo_engine.fusion.fuse import unfuse
+from oslo_engine.fusion.targets import parse_targets
 from oslo_engine.methods import with_parallel_methods
 from oslo_engine.policy.schema import Policy
 
@@ -26,6 +29,7 @@ def parallelize(
     micro_batch_size: int = 1,
     sequence_parallel: bool = False,
     expert_split: str = "inner",
+    fuse: Any = None,
     seed: int | None = None,
 ) -> Model:
     """Split a model over the ranks of this job, in place.
@@ -46,6 +50,7 @@ def parallelize(
         sequence_parallel: split activations between the tensor-parallel regions along the sequence, in training.
         expert_split: of mixtures of experts: "inner" cuts every expert over the tensor-parallel ranks, "expert" deals whole
             experts to them.
+        fuse: True, or the targets of ``model.fuse``: what kernels compute in the split model. A model that is fused stays so.
         seed: of the dropout masks of a split model; by default taken from torch's seed on rank 0. Without tensor and pipeline
             parallelism dropout draws from torch's own generators.
 
@@ -56,12 +61,19 @@ def parallelize(
         TopologyError: the sizes do not fit the number of processes.
         PolicyError: no policy, or one that does not fit the model.
         PlanError: the model cannot be laid out this way.
+        FusionTargetError: ``fuse`` names what the model does not have.
 
     Communication: collective; every rank of the job must call it with the same arguments.
     """
     if "_oslo" in model.__dict__:
         raise PlanError("this model is parallelized already", got=type(model).__name__)
-    return assemble(
+    fusion = model.__dict__.get("_oslo_fusion")
+    if fuse is None and fusion is not None:
+        fuse = True if fusion.targets is None else fusion.targets
+    if fuse is not None and fuse is not False:
+        parse_targets(model, fuse)
+    unfuse(model)
+    split = assemble(
         model,
         with_parallel_methods(type(model)),  # type: ignore[arg-type]
         build_mesh(tp, pp),
@@ -72,3 +84,6 @@ def parallelize(
         expert_split=expert_split,
         seed=seed,
     )
+    if fuse is not None and fuse is not False:
+        fuse_model(split, fuse)
+    return split

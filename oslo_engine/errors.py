@@ -94,3 +94,7 @@ class CallCancelledError(DeploymentError):
 
 class WorkerDied(DeploymentError):
     """A worker process ended while it was needed; ``where`` is its rank, ``got`` its exit code."""
+
+
+class FusionTargetError(OsloError, ValueError):
+    """A target of ``fuse`` that the model does not have."""

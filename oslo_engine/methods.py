@@ -1,4 +1,4 @@
-"""The methods a model class gains: loading and saving split, what lives on this rank, and a forward that runs split."""
+"""The methods a model class gains: loading and saving split, what lives on this rank, fusing, and a forward that runs split."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from oslo_engine.comm.mpu import ModelParallelUnit
 from oslo_engine.construct import initialize_parallel, load_parallel
 from oslo_engine.deploy.settings import Deployment
 from oslo_engine.errors import DeploymentError, UnsupportedError
+from oslo_engine.fusion.fuse import fuse, fusion_report, unfuse
+from oslo_engine.fusion.report import FusionReport
 from oslo_engine.generation.agreement import Agreement
 from oslo_engine.generation.choices import AgreedProcessors, Choice, agree_on_beams
+from oslo_engine.generation.ngrams import fused_ngram_blocking, use_fused_ngram_blocking
 from oslo_engine.generation.proposals import agree_on_proposals
 from oslo_engine.generation.run import run_generate
 from oslo_engine.generation.stopping import AgreedCriteria
@@ -121,6 +124,34 @@ class ParallelMethods(ParallelConstructors):
         """
         return train_step(self.gpu_modules(), batch)
 
+    def fuse(self, targets: Any = None) -> Any:
+        """Let kernels compute what they can of this model; see ``fusion_report`` for what was replaced and what was left.
+
+        Args:
+            targets: None for everything; "mlp", "attention", "norm", "loss"; classes of modules, such as ``oslo.GPT2MLP``; or a
+                list of these.
+
+        Returns:
+            The model.
+
+        Raises:
+            FusionTargetError: a target that the model does not have.
+
+        Communication: none; every rank of a split model calls it with the same targets.
+        """
+        fuse(self.gpu_modules(), targets)
+        return self
+
+    def unfuse(self) -> Any:
+        """Take back what ``fuse`` did. Returns the model."""
+        unfuse(self.gpu_modules())
+        return self
+
+    @property
+    def fusion_report(self) -> FusionReport | None:
+        """Of the last ``fuse``: print it, or read ``replaced``, ``left`` and ``counts``. None while nothing is fused."""
+        return fusion_report(self.gpu_modules())
+
     def save_pretrained_with_parallel(self, save_directory: Any, save_with_merging: bool = False, **kwargs: Any) -> None:
         """Save split (one file per rank, for any later layout), or merged (an ordinary Transformers checkpoint).
 
@@ -149,8 +180,17 @@ class ParallelMethods(ParallelConstructors):
             )
         return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)  # type: ignore[misc]
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Transformers' ``generate``, on every rank at once: with the same inputs, and the same tokens on every rank."""
+    def generate(self, *args: Any, fused_no_repeat_ngram_blocking: bool = False, **kwargs: Any) -> Any:
+        """Transformers' ``generate``, on every rank at once: with the same inputs, and the same tokens on every rank.
+
+        Args:
+            fused_no_repeat_ngram_blocking: block repeated n-grams (``no_repeat_ngram_size``) by a kernel. The tokens are the
+                same.
+        """
+        with fused_ngram_blocking(fused_no_repeat_ngram_blocking):
+            return self._generate(*args, **kwargs)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
         if "_oslo" not in self.__dict__ or self._parallel.mesh.model.size == 1:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
         return run_generate(self, super().generate, args, kwargs)  # type: ignore[misc]
@@ -169,6 +209,7 @@ class ParallelMethods(ParallelConstructors):
 
     def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> LogitsProcessorList:
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)  # type: ignore[misc]
+        use_fused_ngram_blocking(processors)
         agreement = self._agreement
         return processors if agreement is None else AgreedProcessors(processors, Choice(agreement, generation_config))
 

@@ -26,6 +26,7 @@ LAYERS = [
     {"comm"},
     {"layers"},
     {"rewrite"},
+    {"fusion"},
     {"pipeline"},
     {"generation"},
     {"placement"},

@@ -19,6 +19,7 @@ OURS = {
     "Deployment",
     "DeploymentError",
     "GradScaler",
+    "FusionTargetError",
     "MissingDependencyError",
     "OsloError",
     "PipelineError",

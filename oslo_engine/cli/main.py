@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from oslo_engine.cli.checkpoint import checkpoint
+from oslo_engine.cli.fuse import fuse
 from oslo_engine.cli.policy import policy
 from oslo_engine.cli.serve import serve
 from oslo_engine.cli.verify import verify
@@ -18,5 +19,6 @@ main = typer.Typer(
 )
 main.command("verify")(verify)
 main.command("serve")(serve)
+main.command("fuse")(fuse)
 main.add_typer(policy, name="policy")
 main.add_typer(checkpoint, name="checkpoint")
