@@ -28,6 +28,7 @@ LAYERS = [
     {"rewrite"},
     {"pipeline"},
     {"generation"},
+    {"footprint"},
     {"placement"},
     {"checkpoint"},
     {"integrations"},
