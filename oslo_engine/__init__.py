@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from oslo_engine.api import parallelize
+    from oslo_engine.api import deparallelize, parallelize
     from oslo_engine.checkpoint.resume import load_training
     from oslo_engine.checkpoint.training import save_training
     from oslo_engine.deploy.settings import Deployment
@@ -72,6 +72,7 @@ __all__ = [
     "UnsupportedError",
     "WorkerDied",
     "clip_grad_norm_",
+    "deparallelize",
     "gather_logits",
     "load_training",
     "parallelize",
@@ -87,6 +88,7 @@ _MODULE_OF = {
     "Policy": "policy.schema",
     "Topology": "topology",
     "clip_grad_norm_": "rewrite.gradients",
+    "deparallelize": "api",
     "gather_logits": "layers.vocab_shard",
     "load_training": "checkpoint.resume",
     "parallelize": "api",

@@ -9,6 +9,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -29,6 +30,7 @@ from oslo_engine.generation.run import run_generate
 from oslo_engine.generation.stopping import AgreedCriteria
 from oslo_engine.integrations.deepspeed import meet_engine
 from oslo_engine.pipeline.forward import run_forward, train_step
+from oslo_engine.placement.place import Placement, lift, place, placement_of
 from oslo_engine.rewrite.state import ParallelState, parallel_state
 from oslo_engine.topology import Topology
 
@@ -96,6 +98,37 @@ class ParallelMethods(ParallelConstructors):
     def mpu(self) -> ModelParallelUnit:
         """Groups, sizes and ranks on each axis, under Megatron's and DeepSpeed's names."""
         return ModelParallelUnit(self._parallel.mesh)
+
+    is_parallelizable = True
+
+    def parallelize(self, device_map: Any = "balanced", **options: Any) -> Any:
+        """Put the model's parts on several devices of this process; see ``oslo_engine.parallelize`` for maps and options."""
+        return place(self.gpu_modules(), device_map, with_parallel_methods(type(self)), **options)  # type: ignore[arg-type]
+
+    def deparallelize(self) -> Any:
+        """Undo ``parallelize``: the model lies on the devices it came from, and is of the class it was of."""
+        return lift(self.gpu_modules())
+
+    @property
+    def device_map(self) -> dict[str, torch.device] | None:
+        """The device of every part of a model that has a device map."""
+        placement = self._placement
+        return None if placement is None else dict(placement.device_of)
+
+    @property
+    def model_parallel(self) -> bool:
+        """Whether the model has a device map."""
+        return self._placement is not None
+
+    @property
+    def _placement(self) -> Placement | None:
+        return placement_of(self)
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        # What .to(), .cuda(), .half() of the model and of whatever wraps it come down to.
+        if (placement := self._placement) is not None:
+            placement.check_move(fn)
+        return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
 
     def gpu_modules(self) -> PreTrainedModel:
         """What lives on this rank, to hand to DistributedDataParallel or DeepSpeed: the model itself."""

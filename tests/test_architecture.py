@@ -29,6 +29,7 @@ LAYERS = [
     {"fusion"},
     {"pipeline"},
     {"generation"},
+    {"footprint"},
     {"placement"},
     {"checkpoint"},
     {"integrations"},

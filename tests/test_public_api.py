@@ -34,6 +34,7 @@ OURS = {
     "UnsupportedError",
     "WorkerDied",
     "clip_grad_norm_",
+    "deparallelize",
     "gather_logits",
     "load_training",
     "parallelize",
@@ -156,7 +157,7 @@ def test_finding_a_part_loads_only_its_own_modelling_file() -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("parallelise", "did you mean parallelize?"),
+        ("parallelise", "did you mean parallelize"),
         ("GPT2LMHeadModl", "did you mean GPT2LMHeadModel"),
         ("set_sed", "did you mean set_seed"),
         ("GPT2Nothing", "'GPT2Nothing'"),
