@@ -21,9 +21,13 @@ if TYPE_CHECKING:
     from oslo_engine.api import parallelize
     from oslo_engine.checkpoint.resume import load_training
     from oslo_engine.checkpoint.training import save_training
+    from oslo_engine.data.builder import IndexedDatasetBuilder
+    from oslo_engine.data.indexed import IndexedDataset
+    from oslo_engine.data.preprocess import DatasetPreprocessor
     from oslo_engine.errors import (
         BatchError,
         CheckpointError,
+        DataError,
         MissingDependencyError,
         OsloError,
         PipelineError,
@@ -46,6 +50,10 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchError",
     "CheckpointError",
+    "DataError",
+    "DatasetPreprocessor",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
     "MissingDependencyError",
     "OsloError",
     "PipelineError",
@@ -67,6 +75,9 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "DatasetPreprocessor": "data.preprocess",
+    "IndexedDataset": "data.indexed",
+    "IndexedDatasetBuilder": "data.builder",
     "Plan": "plan.plan",
     "Policy": "policy.schema",
     "Topology": "topology",

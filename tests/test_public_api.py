@@ -15,6 +15,10 @@ import oslo_engine
 OURS = {
     "BatchError",
     "CheckpointError",
+    "DataError",
+    "DatasetPreprocessor",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
     "MissingDependencyError",
     "OsloError",
     "PipelineError",
