@@ -21,9 +21,14 @@ if TYPE_CHECKING:
     from oslo_engine.api import parallelize
     from oslo_engine.checkpoint.resume import load_training
     from oslo_engine.checkpoint.training import save_training
+    from oslo_engine.data.blend import DatasetBlender
     from oslo_engine.data.builder import IndexedDatasetBuilder
+    from oslo_engine.data.causal import DatasetForCausalLM
+    from oslo_engine.data.collate import FlatteningCollator, SpanCorruptionCollator
     from oslo_engine.data.indexed import IndexedDataset
+    from oslo_engine.data.loader import InfiniteDataLoader
     from oslo_engine.data.preprocess import DatasetPreprocessor
+    from oslo_engine.data.sampler import DistributedProxySampler
     from oslo_engine.errors import (
         BatchError,
         CheckpointError,
@@ -51,9 +56,14 @@ __all__ = [
     "BatchError",
     "CheckpointError",
     "DataError",
+    "DatasetBlender",
+    "DatasetForCausalLM",
     "DatasetPreprocessor",
+    "DistributedProxySampler",
+    "FlatteningCollator",
     "IndexedDataset",
     "IndexedDatasetBuilder",
+    "InfiniteDataLoader",
     "MissingDependencyError",
     "OsloError",
     "PipelineError",
@@ -62,6 +72,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "ShardedLogitsError",
+    "SpanCorruptionCollator",
     "Topology",
     "TopologyError",
     "UnsupportedError",
@@ -75,11 +86,17 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "DatasetBlender": "data.blend",
+    "DatasetForCausalLM": "data.causal",
     "DatasetPreprocessor": "data.preprocess",
+    "DistributedProxySampler": "data.sampler",
+    "FlatteningCollator": "data.collate",
     "IndexedDataset": "data.indexed",
     "IndexedDatasetBuilder": "data.builder",
+    "InfiniteDataLoader": "data.loader",
     "Plan": "plan.plan",
     "Policy": "policy.schema",
+    "SpanCorruptionCollator": "data.collate",
     "Topology": "topology",
     "clip_grad_norm_": "rewrite.gradients",
     "gather_logits": "layers.vocab_shard",
