@@ -5,7 +5,9 @@ from __future__ import annotations
 import typer
 
 from oslo_engine.cli.checkpoint import checkpoint
+from oslo_engine.cli.data import data
 from oslo_engine.cli.policy import policy
+from oslo_engine.cli.preprocess import preprocess
 from oslo_engine.cli.verify import verify
 
 main = typer.Typer(
@@ -16,5 +18,7 @@ main = typer.Typer(
     add_completion=False,
 )
 main.command("verify")(verify)
+main.command("preprocess")(preprocess)
 main.add_typer(policy, name="policy")
 main.add_typer(checkpoint, name="checkpoint")
+main.add_typer(data, name="data")
