@@ -91,10 +91,14 @@ def _of_long_line(line: LongLine, unit: TextRange, position: int) -> Iterator[Fo
             text = LongText(lambda: json_text(place))
         text.check()
         yield [text]
+    except UnicodeEncodeError:
+        yield Problem(unit.path, "byte", position, "half a character (a lone surrogate)")
     except UnicodeError as error:
         yield Problem(unit.path, "byte", position, f"not valid UTF-8: {getattr(error, 'reason', error)}")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         yield Problem(unit.path, "byte", position, f"not valid JSON: {error}")
+    except RecursionError:
+        yield Problem(unit.path, "byte", position, "JSON nested too deeply")
 
 
 def _without_carriage_return(parts: Iterator[str]) -> Iterator[str]:
