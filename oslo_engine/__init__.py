@@ -21,11 +21,20 @@ if TYPE_CHECKING:
     from oslo_engine.api import deparallelize, parallelize
     from oslo_engine.checkpoint.resume import load_training
     from oslo_engine.checkpoint.training import save_training
+    from oslo_engine.data.blend import DatasetBlender
+    from oslo_engine.data.builder import IndexedDatasetBuilder
+    from oslo_engine.data.causal import DatasetForCausalLM
+    from oslo_engine.data.collate import FlatteningCollator, SpanCorruptionCollator
+    from oslo_engine.data.indexed import IndexedDataset
+    from oslo_engine.data.loader import InfiniteDataLoader
+    from oslo_engine.data.preprocess import DatasetPreprocessor
+    from oslo_engine.data.sampler import DistributedProxySampler
     from oslo_engine.deploy.settings import Deployment
     from oslo_engine.errors import (
         BatchError,
         CallCancelledError,
         CheckpointError,
+        DataError,
         DeploymentError,
         FusionTargetError,
         MissingDependencyError,
@@ -54,10 +63,19 @@ __all__ = [
     "BatchError",
     "CallCancelledError",
     "CheckpointError",
+    "DataError",
+    "DatasetBlender",
+    "DatasetForCausalLM",
+    "DatasetPreprocessor",
     "Deployment",
     "DeploymentError",
+    "DistributedProxySampler",
+    "FlatteningCollator",
     "FusionTargetError",
     "GradScaler",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "InfiniteDataLoader",
     "MissingDependencyError",
     "OsloError",
     "PipelineError",
@@ -67,6 +85,7 @@ __all__ = [
     "PolicyError",
     "QueueFullError",
     "ShardedLogitsError",
+    "SpanCorruptionCollator",
     "Topology",
     "TopologyError",
     "UnsupportedError",
@@ -84,8 +103,17 @@ __all__ = [
 _MODULE_OF = {
     "Deployment": "deploy.settings",
     "GradScaler": "rewrite.scaler",
+    "DatasetBlender": "data.blend",
+    "DatasetForCausalLM": "data.causal",
+    "DatasetPreprocessor": "data.preprocess",
+    "DistributedProxySampler": "data.sampler",
+    "FlatteningCollator": "data.collate",
+    "IndexedDataset": "data.indexed",
+    "IndexedDatasetBuilder": "data.builder",
+    "InfiniteDataLoader": "data.loader",
     "Plan": "plan.plan",
     "Policy": "policy.schema",
+    "SpanCorruptionCollator": "data.collate",
     "Topology": "topology",
     "clip_grad_norm_": "rewrite.gradients",
     "deparallelize": "api",

@@ -72,6 +72,10 @@ class CheckpointError(OsloError, RuntimeError):
     """A checkpoint is missing, incomplete, altered or foreign; ``where`` is the file."""
 
 
+class DataError(OsloError, ValueError):
+    """A data set, its source or a request for its batches is wrong; ``where`` is the file, with a line where there is one."""
+
+
 class MissingDependencyError(OsloError, ImportError):
     """An optional package is needed; ``hint`` is the pip command."""
 

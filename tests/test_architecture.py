@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 # A module imports from its own layer and from those above it in this list.
 LAYERS = [
     {"errors", "topology"},
+    {"data"},
     {"kernels"},
     {"shards"},
     {"policy"},

@@ -5,8 +5,10 @@ from __future__ import annotations
 import typer
 
 from oslo_engine.cli.checkpoint import checkpoint
+from oslo_engine.cli.data import data
 from oslo_engine.cli.fuse import fuse
 from oslo_engine.cli.policy import policy
+from oslo_engine.cli.preprocess import preprocess
 from oslo_engine.cli.serve import serve
 from oslo_engine.cli.verify import verify
 
@@ -20,5 +22,7 @@ main = typer.Typer(
 main.command("verify")(verify)
 main.command("serve")(serve)
 main.command("fuse")(fuse)
+main.command("preprocess")(preprocess)
 main.add_typer(policy, name="policy")
 main.add_typer(checkpoint, name="checkpoint")
+main.add_typer(data, name="data")
