@@ -148,11 +148,17 @@ class ParallelMethods(ParallelConstructors):
             )
         return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)  # type: ignore[misc]
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Transformers' ``generate``, on every rank at once: with the same inputs, and the same tokens on every rank."""
+    def generate(self, *args: Any, decode_groups: int | None = None, **kwargs: Any) -> Any:
+        """Transformers' ``generate``, on every rank at once: with the same inputs, and the same tokens on every rank.
+
+        Args:
+            args, kwargs: of ``generate``.
+            decode_groups: into how many groups of rows a pipeline deals the batch, so that its stages compute at the same time;
+                by default one for each stage, in greedy and beam search.
+        """
         if "_oslo" not in self.__dict__ or self._parallel.mesh.model.size == 1:
             return super().generate(*args, **kwargs)  # type: ignore[misc]
-        return run_generate(self, super().generate, args, kwargs)  # type: ignore[misc]
+        return run_generate(self, super().generate, args, kwargs, decode_groups)  # type: ignore[misc]
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         encoder = super().get_encoder(*args, **kwargs)  # type: ignore[misc]
