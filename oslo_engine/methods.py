@@ -213,20 +213,22 @@ class ParallelMethods(ParallelConstructors):
             )
         return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)  # type: ignore[misc]
 
-    def generate(self, *args: Any, fused_no_repeat_ngram_blocking: bool = False, **kwargs: Any) -> Any:
+    def generate(
+        self, *args: Any, fused_no_repeat_ngram_blocking: bool = False, decode_groups: int | None = None, **kwargs: Any
+    ) -> Any:
         """Transformers' ``generate``, on every rank at once: with the same inputs, and the same tokens on every rank.
 
         Args:
+            args, kwargs: of ``generate``.
             fused_no_repeat_ngram_blocking: block repeated n-grams (``no_repeat_ngram_size``) by a kernel. The tokens are the
                 same.
+            decode_groups: into how many groups of rows a pipeline deals the batch, so that its stages compute at the same time;
+                by default one for each stage, in greedy and beam search.
         """
         with fused_ngram_blocking(fused_no_repeat_ngram_blocking):
-            return self._generate(*args, **kwargs)
-
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        if "_oslo" not in self.__dict__ or self._parallel.mesh.model.size == 1:
-            return super().generate(*args, **kwargs)  # type: ignore[misc]
-        return run_generate(self, super().generate, args, kwargs)  # type: ignore[misc]
+            if "_oslo" not in self.__dict__ or self._parallel.mesh.model.size == 1:
+                return super().generate(*args, **kwargs)  # type: ignore[misc]
+            return run_generate(self, super().generate, args, kwargs, decode_groups)  # type: ignore[misc]
 
     def set_deepspeed_parallelism(self, *args: Any) -> None:
         """DeepSpeed calls this while it builds an engine around the model."""

@@ -18,7 +18,7 @@ from typing import Any
 from oslo_engine.deploy.hidden_main import main_hidden
 from oslo_engine.deploy.messages import Problem, Ready, Stop, Traits, pack, receive
 from oslo_engine.deploy.settings import Deployment
-from oslo_engine.errors import CallCancelledError, DeploymentError, WorkerDied
+from oslo_engine.errors import CallCancelledError, DeploymentError, PipelineError, WorkerDied
 
 # Imported once, in the process that the workers are forked from. It is a fresh one, without threads or a GPU in use.
 _PRELOAD = ["torch.distributed.pipelining.schedules", "transformers.generation.utils", "oslo_engine.deploy.worker"]
@@ -89,10 +89,10 @@ class WorkerGroup:
                         problems[rank] = message
                 if died or problems:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if died:  # what others then met follows from it
+            raise next(iter(died.values()))
         if problems:
             raise told(problems)
-        if died:
-            raise next(iter(died.values()))
         if given_up():
             raise CallCancelledError("the model was closed while its workers were starting")
         if waiting:
@@ -138,17 +138,24 @@ class WorkerGroup:
 
 
 def told(problems: dict[int, Problem]) -> BaseException:
-    """The exception that the lowest of these ranks raised, with the tracebacks of all as notes."""
-    first = problems[min(problems)]
-    try:
-        error: BaseException = pickle.loads(first.error) if first.error is not None else DeploymentError(first.summary)
-    except Exception:
-        error = DeploymentError(first.summary)
-    if not isinstance(error, Exception):
-        error = DeploymentError(first.summary)
+    """The exception that went wrong first, as far as can be told, with the tracebacks of all ranks as notes.
+
+    That is the lowest rank's that did not merely hear of another's failure.
+    """
+    errors = {rank: _unpacked(problem) for rank, problem in sorted(problems.items())}
+    own = [error for error in errors.values() if not isinstance(error, PipelineError)]
+    error = own[0] if own else next(iter(errors.values()))
     seen: set[str] = set()
-    for rank, problem in sorted(problems.items()):
-        if problem.trace not in seen:
-            error.add_note(f"\non rank {rank}:\n{problem.trace}")
-        seen.add(problem.trace)
+    for rank in errors:
+        if problems[rank].trace not in seen:
+            error.add_note(f"\non rank {rank}:\n{problems[rank].trace}")
+        seen.add(problems[rank].trace)
     return error
+
+
+def _unpacked(problem: Problem) -> BaseException:
+    try:
+        error = pickle.loads(problem.error) if problem.error is not None else None
+    except Exception:
+        error = None
+    return error if isinstance(error, Exception) else DeploymentError(problem.summary)

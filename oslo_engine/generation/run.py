@@ -9,15 +9,19 @@ from typing import Any
 
 from oslo_engine.errors import UnsupportedError
 from oslo_engine.generation.agreement import Agreement
+from oslo_engine.generation.groups import fill_token, generate_in_groups, number_of_groups
 from oslo_engine.generation.stopping import GuardedStreamer
 from oslo_engine.rewrite.state import ParallelState, parallel_state
 
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens")
 
 
-def run_generate(model: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_generate(
+    model: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], decode_groups: int | None
+) -> Any:
     """Args:
         original: ``generate`` of the model's class, bound.
+        decode_groups: of rows, in a pipeline; see ``number_of_groups``.
 
     Raises:
         UnsupportedError: a way to generate that ranks cannot do together.
@@ -45,6 +49,9 @@ def run_generate(model: Any, original: Callable[..., Any], args: tuple[Any, ...]
     program = state.program
     try:
         with program.generating(whole_outputs=shows_logits, writes_logits=assisted) if program is not None else nullcontext():
+            groups = number_of_groups(model, state, agreement, given, asked, decode_groups)
+            if groups > 1:
+                return generate_in_groups(state, original, given, groups, fill_token(asked))
             output = original(**given)
     finally:
         state.agreement = before

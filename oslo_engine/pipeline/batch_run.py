@@ -27,6 +27,7 @@ from oslo_engine.pipeline.micro_batch import MicroBatch, fingerprint
 from oslo_engine.pipeline.orders import Action, ActionKind, Orders
 from oslo_engine.pipeline.stage_program import StageProgram
 from oslo_engine.pipeline.timeline import Event, noted
+from oslo_engine.pipeline.turns import Turns
 
 
 class _PeerStopped(Exception):
@@ -47,6 +48,7 @@ class BatchRun:
         training: whether backwards follow; they need a loss from the last stage.
         keep_outputs: keep what the last stage returns, detached, in ``outputs`` (by micro-batch).
         timeline: where to note what was computed when; None: nowhere.
+        turns: other runs go on before this one ends, if there are any.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class BatchRun:
         keep_outputs: bool,
         autocast: AutocastState,
         timeline: list[Event] | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self.actions = orders.actions[links.axis.rank]
         self.micros, self.position, self.closed = micros, 0, False
@@ -69,6 +72,7 @@ class BatchRun:
         self.loss_gradients: dict[int, Tensor] = {}  # what the user's backward starts with; 1 where missing
         self._program, self._links, self._orders, self._device, self._serial = program, links, orders, device, serial
         self._training, self._keep_outputs, self._autocast, self._timeline = training, keep_outputs, autocast, timeline
+        self._turns = turns
         self._cuts = Cuts(links, orders, device, (serial, len(micros)))
         self._fingerprint = fingerprint(micros) if training else None
         self._empty = False
@@ -172,8 +176,15 @@ class BatchRun:
             self.closed = True
 
     def _settle(self, problem: str | None) -> Outcome:
-        self._links.wait_for_sends()
+        if self._turns is None:
+            self._links.wait_for_sends()
+        else:  # what other runs send meanwhile is received after they have met the others, so it is not waited for here
+            sent = self._links.take_sends()
+            self._turns.stop_at("end")
         outcome = self._links.agree(self._serial, 0 if self._fingerprint is None else int(self._fingerprint), problem)
+        if self._turns is not None:
+            for work, _ in sent:  # it has been received: all ranks have walked to the end
+                work.wait()
         self.closed = True
         return outcome
 

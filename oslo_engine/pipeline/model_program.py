@@ -58,6 +58,7 @@ class ModelProgram:
         self._loss_checked: Any = ()  # the loss function that was found to be a mean over labels
         self.decoding = False  # whether generate() is running: it makes the caches, and needs logits where tokens are chosen
         self.whole_outputs = False  # whether its caller wants to see the logits
+        self.outputs_described: dict[Any, Any] = {}  # of the calls of this generate()
         self.writes_logits = False  # whether it writes into them, which assisted generation does
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelProgram:
@@ -115,6 +116,7 @@ class ModelProgram:
         """While ``generate`` runs only token ids travel; logits stay on the rank that chooses, unless ``whole_outputs``."""
         before = self.decoding, self.whole_outputs, self.writes_logits
         self.decoding, self.whole_outputs, self.writes_logits = True, whole_outputs, writes_logits
+        self.outputs_described = {}
         try:
             yield
         finally:

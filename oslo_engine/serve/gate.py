@@ -39,10 +39,22 @@ class Gate:
             return
         start, request_id = time.monotonic(), uuid.uuid4().hex
         scope.setdefault("state", {}).update(request_id=request_id, note={})
-        status = 500
+        status, received, over = 500, 0, False
+
+        async def limited_receive() -> Message:
+            """The body may also come in pieces without its length being told."""
+            nonlocal received, over
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._settings.max_body_bytes:
+                over = True
+                raise self._too_large()
+            return message
 
         async def noted_send(message: Message) -> None:
             nonlocal status
+            if over:  # whatever the application makes of a body that ended like this
+                raise self._too_large()
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message.setdefault("headers", []).append((b"x-request-id", request_id.encode()))
@@ -51,8 +63,9 @@ class Gate:
         try:
             try:
                 self._check(scope)
-                await self._app(scope, self._limited(receive), noted_send)
+                await self._app(scope, limited_receive, noted_send)
             except Refusal as refusal:
+                over = False
                 await _answer(refusal, noted_send)
         finally:
             self._note(scope, status, time.monotonic() - start)
@@ -72,20 +85,6 @@ class Gate:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._settings.max_body_bytes:
             raise self._too_large()
-
-    def _limited(self, receive: Receive) -> Receive:
-        """The body may also come in pieces without its length being told."""
-        received = 0
-
-        async def limited() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._settings.max_body_bytes:
-                raise self._too_large()
-            return message
-
-        return limited
 
     def _too_large(self) -> BadRequest:
         return BadRequest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -276,3 +277,118 @@ def asks_for_hidden_states() -> str:
 
 def test_hidden_states_of_a_pipeline_are_refused(rank_pool) -> None:
     assert all("output_hidden_states" in message for message in rank_pool(2).run(asks_for_hidden_states))
+
+
+GROUPED: dict[str, Way] = {
+    "greedy": way(5, max_new_tokens=12),
+    "rows end early": way(5, eos_token_id=list(range(3, 30)), max_new_tokens=12),
+    "left padding": way(4, padded=True),
+    "beams": way(3, num_beams=2, num_return_sequences=2, eos_token_id=list(range(3, 20)), max_new_tokens=10),
+    "no cache": way(3, use_cache=False),
+}
+
+
+def compare_groups(name: str, tp: int, pp: int) -> dict[str, Any]:
+    """What differs; and how many groups there were by default."""
+    reference, model = whole(name), oslo.parallelize(whole(name), tp=tp, pp=pp).eval()
+    runs = []
+    state = model._oslo
+    real = state.program.runtime.evaluate
+
+    def noted(micros: Any) -> Any:
+        runs.append(state.program.runtime.turns)
+        return real(micros)
+
+    state.program.runtime.evaluate = noted
+    told: dict[str, Any] = {}
+    for title, run in GROUPED.items():
+        wanted = run(reference)
+        for groups in (None, 1, 2, 3):
+            generate = model.generate
+            model.generate = lambda *args, _g=groups, _r=generate, **kwargs: _r(*args, decode_groups=_g, **kwargs)
+            runs.clear()
+            got = run(model)
+            del model.generate
+            if not torch.equal(got, wanted):
+                told[f"{title}, {groups} groups"] = f"{got.tolist()} instead of {wanted.tolist()}"
+            if (runs[0] is None) is (groups != 1):
+                told[f"{title}, {groups} groups"] = f"ran with {runs[0]}"
+    return told
+
+
+@pytest.mark.parametrize(("name", "tp", "pp"), [("llama", 1, 2), ("t5", 1, 2)])
+def test_groups_of_rows_give_the_tokens_of_the_batch(rank_pool, name: str, tp: int, pp: int) -> None:
+    for told in rank_pool(tp * pp).run(compare_groups, name, tp, pp):
+        assert told == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "tp", "pp"), [("gpt2", 1, 4), ("mixtral", 2, 2), ("gemma3", 1, 3), ("bart", 1, 4)])
+def test_groups_of_rows_at_other_layouts(rank_pool, name: str, tp: int, pp: int) -> None:
+    for told in rank_pool(tp * pp).run(compare_groups, name, tp, pp, timeout_s=110):
+        assert told == {}
+
+
+def seconds_of_decoding(row_s: float, rows: int, new: int) -> dict[int, float]:
+    """By number of groups, with stages whose time is that of their rows."""
+    model = oslo.parallelize(whole("gpt2"), pp=2).eval()
+    own = model._oslo.mesh.at.pp_rank * 2
+    model.transformer.h[own].mlp.register_forward_pre_hook(lambda module, args: time.sleep(row_s * args[0].shape[0]))
+    found = {}
+    for groups in (1, 2):
+        dist.barrier()
+        start = time.perf_counter()
+        model.generate(
+            prompts(rows), max_new_tokens=new, min_new_tokens=new, pad_token_id=0, do_sample=False, decode_groups=groups
+        )
+        found[groups] = time.perf_counter() - start
+    return found
+
+
+def test_two_groups_on_two_stages_take_little_more_than_half_the_time(rank_pool) -> None:
+    for seconds in rank_pool(2).run(seconds_of_decoding, 0.015, 8, 8):
+        assert seconds[1] / seconds[2] > 1.5, seconds
+
+
+def fail_in_the_middle(rank: int) -> tuple[str, bool]:
+    """A stage that fails for one group: all ranks raise, none hangs, and the model goes on."""
+    reference, model = whole("gpt2"), oslo.parallelize(whole("gpt2"), pp=2).eval()
+    calls = [0]
+
+    def fails(module: Any, args: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 6:
+            raise ValueError("this stage fails")
+
+    if model._oslo.mesh.at.pp_rank == rank:
+        model.transformer.h[rank * 2].mlp.register_forward_pre_hook(fails)
+    settings: dict[str, Any] = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
+    try:
+        model.generate(prompts(4), decode_groups=3, **settings)
+        told = "nothing raised"
+    except (ValueError, PipelineError) as error:
+        told = f"{type(error).__name__}: {error}"
+    return told, torch.equal(model.generate(prompts(4), **settings), reference.generate(prompts(4), **settings))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_that_fails_for_one_group_ends_all_of_them(rank_pool, rank: int) -> None:
+    answers = rank_pool(2).run(fail_in_the_middle, rank)
+    assert answers[rank] == ("ValueError: this stage fails", True)
+    assert answers[1 - rank][0].startswith("PipelineError")
+    assert "this stage fails" in answers[1 - rank][0]
+    assert answers[1 - rank][1]
+
+
+def ask_for_groups(**settings: Any) -> str:
+    model = oslo.parallelize(whole("gpt2"), pp=2).eval()
+    try:
+        model.generate(prompts(2), max_new_tokens=2, pad_token_id=0, decode_groups=2, **settings)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("settings", [{"cache_implementation": "static"}, {"return_dict_in_generate": True}])
+def test_groups_are_refused_where_rows_must_stay_together(rank_pool, settings: dict[str, Any]) -> None:
+    assert all("cannot be decoded in groups" in message for message in rank_pool(2).run(ask_for_groups, **settings))
