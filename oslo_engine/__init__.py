@@ -132,7 +132,9 @@ _NOT_SUBPACKAGES = {"pipeline"}
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in _MODULE_OF:
+    if name == "Accelerator":
+        value = import_module(f"{__name__}.integrations.accelerate").accelerator_class()
+    elif name in _MODULE_OF:
         value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     elif name not in _NOT_SUBPACKAGES and find_spec(f"{__name__}.{name}"):
         value = import_module(f"{__name__}.{name}")
@@ -159,8 +161,11 @@ def _from_transformers(name: str) -> Any:
         value = _model_part(name)
     if value is None or (isinstance(value, ModuleType) and value.__name__ == f"transformers.{name}"):
         raise AttributeError(f"neither {__name__!r} nor 'transformers' has {name!r}; {_nearest(name, dir(transformers))}")
-    if isinstance(value, type) and {"PreTrainedModel", "_BaseAutoModelClass"} & {base.__name__ for base in value.__mro__}:
+    bases = {base.__name__ for base in value.__mro__} if isinstance(value, type) else set()
+    if {"PreTrainedModel", "_BaseAutoModelClass"} & bases:
         return import_module(f"{__name__}.methods").with_parallel_methods(value)
+    if "Trainer" in bases:
+        return import_module(f"{__name__}.integrations.trainer").trainer_for_split_models(value)
     return value
 
 

@@ -1,6 +1,7 @@
 """DeepSpeed's communication op for CPUs, built before any rank needs it.
 
-It is compiled when it is first used (about a CPU-minute) and kept in the user's cache. Ranks that wait for it look like a hang, and a build that was killed leaves a lock that makes every later one wait for ever.
+It is compiled when it is first used (about a CPU-minute) and kept in the user's cache. Ranks that wait for it look like a hang,
+and a build that was killed leaves a lock that makes every later one wait for ever.
 """
 
 from __future__ import annotations
