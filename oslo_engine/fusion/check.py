@@ -10,6 +10,7 @@ from torch import Tensor
 
 from oslo_engine.fusion.classify import difference, tolerance
 from oslo_engine.fusion.deferred import Activated, Biased, Scores
+from oslo_engine.fusion.rotation import Rotation
 from oslo_engine.kernels.activation import activation
 
 _ROWS = 5
@@ -19,7 +20,7 @@ def differs(kernel: str, *, size: int, form: str, with_bias: bool, dtype: torch.
     """Run a kernel on random numbers, forward and backward, against torch's own operations in fp64.
 
     Args:
-        kernel: bias_gelu, bias_dropout_residual, glu, scale_mask_softmax or cross_entropy.
+        kernel: bias_gelu, bias_dropout_residual, glu, scale_mask_softmax, rotary or cross_entropy.
         size: of the last dimension.
         form: of the activation.
         with_bias: whether there is one.
@@ -85,6 +86,16 @@ def _scale_mask_softmax(make: _Inputs, form: str, with_bias: bool) -> Pair:
     return fused, lambda x, bias: torch.softmax(x * 0.25 + bias, -1), inputs
 
 
+def _rotary(make: _Inputs, form: str, with_bias: bool) -> Pair:
+    angles = make(2, 1, _ROWS, 3).double()
+    tables = [torch.cat((each, each), -1).to(make.dtype) for each in (angles.cos(), angles.sin())]
+
+    def plain(x: Tensor) -> Tensor:
+        return x * tables[0].double() + torch.cat((-x[..., 3:], x[..., :3]), -1) * tables[1].double()
+
+    return lambda x: Rotation(x, *tables).turn(), plain, [make(2, 3, _ROWS, 6)]
+
+
 def _cross_entropy(make: _Inputs, form: str, with_bias: bool) -> Pair:
     from oslo_engine.kernels.cross_entropy import cross_entropy
 
@@ -98,6 +109,7 @@ _PAIRS: dict[str, Callable[[_Inputs, str, bool], Pair]] = {
     "bias_dropout_residual": _bias_dropout_residual,
     "glu": _glu,
     "scale_mask_softmax": _scale_mask_softmax,
+    "rotary": _rotary,
     "cross_entropy": _cross_entropy,
 }
 

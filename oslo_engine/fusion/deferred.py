@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from oslo_engine.errors import UnsupportedError
 from oslo_engine.kernels.activation import GELUS
@@ -279,3 +279,13 @@ def _waits(value: Any) -> bool:
     if isinstance(value, dict):
         return any(map(_waits, value.values()))
     return any(map(_waits, value)) if isinstance(value, (tuple, list)) else isinstance(value, Deferred)
+
+
+def is_plain(x: Any) -> bool:
+    """An ordinary tensor, not a subclass with a behaviour of its own (a slice of a vocabulary, a DTensor)."""
+    return type(x) is Tensor or type(x) is nn.Parameter
+
+
+def recipe_of(x: Any, kind: type) -> Any:
+    """The recipe of a Deferred of this kind whose value nobody needed so far; else None."""
+    return x.recipe if isinstance(x, Deferred) and x.value is None and type(x.recipe) is kind else None

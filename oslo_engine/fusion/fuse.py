@@ -105,7 +105,7 @@ class _Fuser:
         norms = self._norms()
         activations = self._activations()
         scopes = self._scopes()
-        evidence = probe(self._whole(), scopes, norms, activations)
+        self._evidence = evidence = probe(self._whole(), scopes, norms, activations)
         here = [firing for firing in evidence.firings if self._is_here(firing)]
         kept = [firing for firing in here if self._judged(firing)]
         self._put_norms(norms, kept)
@@ -119,10 +119,18 @@ class _Fuser:
 
     def _whole(self) -> PreTrainedModel:
         split = "_oslo" in self.model.__dict__ and self.model.__dict__["_oslo"].plan.topology.world_size > 1
+        whole = None
         if not split:
             with contextlib.suppress(RuntimeError):  # some keep activations of their last forward, which cannot be copied
-                return skeleton(self.model)
-        return skeleton(type(self.model), self.model.config)
+                whole = skeleton(self.model)
+        if whole is None:
+            whole = skeleton(type(self.model), self.model.config)
+        for name, module in whole.named_modules():
+            for key, buffer in module._buffers.items():
+                real = self.modules[name]._buffers.get(key) if name in self.modules else None
+                if buffer is not None and real is not None and real.shape == buffer.shape and not real.is_meta:
+                    module._buffers[key] = real.detach().cpu().to(buffer.dtype)
+        return whole
 
     def _names_inside(self) -> set[str]:
         """All modules in instances of the classes that were asked for."""
@@ -195,6 +203,8 @@ class _Fuser:
         return "" if known else f"the linear layer has a forward of its own ({original_class(module).__name__})"
 
     def _compared(self, firing: Firing) -> str:
+        if firing.kernel == "rotary" and firing.module in self._evidence.odd_rotations:
+            return "the halves are turned by different angles"
         module: Any = self.modules.get(firing.source)
         weight = getattr(module, "weight", None)
         first = next((each for each in self.model.parameters() if each.is_floating_point() and not each.is_meta), None)
@@ -235,8 +245,9 @@ class _Fuser:
     def _put_scopes(self, kept: list[Firing]) -> None:
         for scope in dict.fromkeys(firing.scope for firing in kept if firing.scope):
             kernels = {firing.kernel for firing in kept if firing.scope == scope}
-            kinds = {"attends": "scale_mask_softmax" in kernels, "gates": "glu" in kernels}
-            self._change(scope, Scope, {"kinds": kinds})
+            kinds = {"attends": "scale_mask_softmax", "gates": "glu", "rotates": "rotary"}
+            allowed = {kind: kernel in kernels for kind, kernel in kinds.items()}
+            self._change(scope, Scope, {"kinds": allowed})
 
     def _put_loss(self, kept: list[Firing], evidence: Evidence) -> None:
         if "cross_entropy" not in self.targets.kernels:

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from oslo_engine.errors import OsloError
 from oslo_engine.fusion.classify import NormKind
 from oslo_engine.fusion.deferred import Activated, Biased, Deferred, Recipe, Shares
+from oslo_engine.fusion.rotation import Rotation
 from oslo_engine.fusion.scope import Activation, BiasApart, DropLater, FusedLoss, Fusing, Norm, Scope, current
 from oslo_engine.layers.specialize import keeps_forward, original_class, specialize
 from oslo_engine.rewrite.meta_weights import without_weights
@@ -51,16 +52,18 @@ class Firing:
 
 @dataclass
 class Evidence:
-    """firings: in the order seen, each once. attention: modules that call a kernel of torch's own. fault: why nothing ran."""
+    """firings: in the order seen, each once. attention: modules that call a kernel of torch's own. odd_rotations: modules in
+    whose rotary embedding the halves meet different angles. fault: why nothing ran."""
 
     firings: dict[Firing, None] = field(default_factory=dict)
     attention: dict[str, str] = field(default_factory=dict)
+    odd_rotations: set[str] = field(default_factory=set)
     fault: str = ""
 
 
 class _Probing(Fusing):
     def __init__(self, evidence: Evidence, scope: str) -> None:
-        super().__init__(attends=True, gates=True, loses=True)
+        super().__init__(attends=True, gates=True, rotates=True, loses=True)
         self.evidence, self.scope = evidence, scope
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,6 +78,9 @@ class _Probing(Fusing):
         return self.defer(recipe)
 
     def emit(self, kernel: str, source: str, fused: Callable[[], Any], plain: Callable[[], Any]) -> Any:
+        owner = getattr(fused, "__self__", None)
+        if isinstance(owner, Rotation) and not owner.repeats:
+            self.evidence.odd_rotations.add(_innermost())
         self._fires(kernel, source)
         seen, self.evidence = self.evidence, Evidence()  # what the original computes on the way is taken in here
         try:
@@ -155,7 +161,7 @@ def probe(
     """Run a skeleton and see what would be fused.
 
     Args:
-        whole: the unsplit model's skeleton; used up.
+        whole: the unsplit model's skeleton, with real buffers, where rotary embeddings keep their frequencies; used up.
         scopes: names of the modules in whose forwards values may wait.
         norms, activations: modules that are one, by name: its kind; its form and whether it is composed.
 

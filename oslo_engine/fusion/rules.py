@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from oslo_engine.fusion.deferred import Activated, Biased, Deferred, Scores, Shares, Summed, value_of
+from oslo_engine.fusion.deferred import Activated, Biased, Deferred, Scores, Shares, Summed, is_plain, recipe_of, value_of
+from oslo_engine.fusion.rotation import Negated, Swapped, rotation, second_half_of, turn_by
 
 if TYPE_CHECKING:
     from oslo_engine.fusion.scope import Fusing
@@ -22,18 +23,8 @@ if TYPE_CHECKING:
 Rule = Callable[..., Any]
 
 
-def is_plain(x: Any) -> bool:
-    """An ordinary tensor, not a subclass with a behaviour of its own (a slice of a vocabulary, a DTensor)."""
-    return type(x) is Tensor or type(x) is nn.Parameter
-
-
 def autocasting(x: Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
-
-
-def recipe_of(x: Any, kind: type) -> Any:
-    """The recipe of a Deferred of this kind whose value nobody needed so far; else None."""
-    return x.recipe if isinstance(x, Deferred) and x.value is None and type(x.recipe) is kind else None
 
 
 def _operand(x: Any) -> Any:
@@ -47,6 +38,8 @@ def _operand(x: Any) -> Any:
 def add(scope: Fusing, a: Any, b: Any, *, alpha: Any = 1) -> Any:
     if alpha != 1:
         return NotImplemented
+    if (pair := rotation(a, b)) is not None:
+        return scope.emit("rotary", "", pair.turn, lambda: value_of(a) + value_of(b))
     for x, other in ((a, b), (b, a)):
         if (scores := _scores(scope, x)) is not None:
             return _add_to_scores(scope, scores, x, other)
@@ -107,6 +100,8 @@ def mul(scope: Fusing, a: Any, b: Any) -> Any:
     for x, other in ((a, b), (b, a)):
         if (recipe := recipe_of(x, Activated)) is not None:
             return _gate(scope, recipe, x, _operand(other))
+    if scope.rotates and (turned := turn_by(a, b)) is not None:
+        return scope.defer(turned)
     for x, other in ((a, b), (b, a)):
         if isinstance(other, (int, float)) and (scores := _scores(scope, x)) is not None:
             return _scale(scope, scores, other)
@@ -213,6 +208,23 @@ def _wanted_dtype(x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torc
     return given[0] if isinstance(given[0], torch.dtype) else given[0].dtype if isinstance(given[0], Tensor) else None
 
 
+# ------------------------------------------------------------------ rotary embedding
+
+
+def neg(scope: Fusing, x: Any) -> Any:
+    return scope.defer(Negated(x)) if scope.rotates and is_plain(x) and x.dim() == 4 and x._is_view() else NotImplemented
+
+
+def cat(scope: Fusing, parts: Any, dim: int = 0) -> Any:
+    """``cat((-x2, x1))`` of the halves of one tensor."""
+    if len(parts) != 2 or dim not in (-1, 3) or (negated := recipe_of(parts[0], Negated)) is None:
+        return NotImplemented
+    first, second = parts[1], negated.x
+    if not is_plain(first) or not second_half_of(first, second):
+        return NotImplemented
+    return scope.defer(Swapped(first, second))
+
+
 # ------------------------------------------------------------------ loss
 
 
@@ -245,6 +257,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("mul", "__mul__", "__rmul__", "multiply"), mul),
     **dict.fromkeys(("div", "__truediv__", "true_divide"), div),
     **dict.fromkeys(("to", "type", "type_as"), to),
+    **dict.fromkeys(("neg", "__neg__", "negative"), neg),
+    **dict.fromkeys(("cat", "concat"), cat),
     "float": as_float,
     "dropout": dropout,
     "gelu": gelu,

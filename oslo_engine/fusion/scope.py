@@ -17,8 +17,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
-from oslo_engine.fusion.deferred import Activated, Biased, Deferred, Recipe, Summed, value_of, values_of
-from oslo_engine.fusion.rules import RULES, activate, autocasting, is_plain, recipe_of
+from oslo_engine.fusion.deferred import (
+    Activated,
+    Biased,
+    Deferred,
+    Recipe,
+    Summed,
+    is_plain,
+    recipe_of,
+    value_of,
+    values_of,
+)
+from oslo_engine.fusion.rules import RULES, activate, autocasting
 from oslo_engine.layers.region import RowLayer
 
 _running = threading.local()
@@ -30,12 +40,13 @@ class Fusing(TorchFunctionMode):
     Args:
         attends: whether attention scores may wait.
         gates: whether activations may wait for a factor.
+        rotates: whether products with cosines may wait for those with sines.
         loses: whether cross-entropy is the kernel's.
     """
 
-    def __init__(self, *, attends: bool = False, gates: bool = False, loses: bool = False) -> None:
+    def __init__(self, *, attends: bool = False, gates: bool = False, rotates: bool = False, loses: bool = False) -> None:
         super().__init__()
-        self.attends, self.gates, self.loses = attends, gates, loses
+        self.attends, self.gates, self.rotates, self.loses = attends, gates, rotates, loses
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = RULES.get(getattr(func, "__name__", ""))

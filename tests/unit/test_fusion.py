@@ -100,6 +100,7 @@ def test_llama_has_its_gates_and_its_norms_with_the_residual_before_them_fused_i
         "add_rms_norm": layers,
         "rms_norm": layers + 1,
         "scale_mask_softmax": layers,
+        "rotary": layers,
         "cross_entropy": 1,
     }
 
@@ -124,6 +125,8 @@ def test_the_kernels_of_the_report_are_those_that_run(name: str) -> None:
     reported = fuse(model).counts
     with _Calls() as calls, torch.no_grad():
         model(**batch())
+    if "rotary" in reported:
+        reported["rotary"] *= 2  # queries and keys
     assert calls.counts == reported
 
 
@@ -209,6 +212,25 @@ def test_the_epsilon_of_a_norm_is_the_one_it_computes_with() -> None:
 
 
 # ------------------------------------------------------------------ together with other features
+
+
+def test_a_rotation_by_other_angles_in_the_second_half_is_left() -> None:
+    class Odd(nn.Module):
+        def __init__(self, original: nn.Module) -> None:
+            super().__init__()
+            self.original = original
+
+        def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            cos, sin = self.original(*args, **kwargs)
+            return torch.cat((cos[..., :4], cos[..., 4:] * 0.5), -1), sin
+
+    model = build("llama")
+    model.model.rotary_emb = Odd(model.model.rotary_emb)
+    before = step(model)
+    report = fuse(model)
+    assert "rotary" not in report.counts
+    assert "different angles" in str(report)
+    assert_equal_steps(step(model), before)
 
 
 def test_autocast() -> None:
