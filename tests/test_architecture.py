@@ -34,6 +34,7 @@ LAYERS = [
     {"integrations"},
     {"tiny"},
     {"derive"},
+    {"planning"},
     {"assemble", "construct", "methods"},
     {"api", "verify"},
     {"cli"},

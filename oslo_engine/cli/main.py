@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from oslo_engine.cli.checkpoint import checkpoint
+from oslo_engine.cli.plan import plan
 from oslo_engine.cli.policy import policy
 from oslo_engine.cli.verify import verify
 
@@ -15,6 +16,7 @@ main = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+main.command("plan")(plan)
 main.command("verify")(verify)
 main.add_typer(policy, name="policy")
 main.add_typer(checkpoint, name="checkpoint")
