@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class ModelPlans:
         policy: None for the installed one; where there is none the model can only be copied or placed, not split.
     """
 
-    def __init__(self, subject: Subject, dtype: torch.dtype, policy: Policy | str | None = None) -> None:
+    def __init__(self, subject: Subject, dtype: torch.dtype, policy: Policy | str | Path | None = None) -> None:
         self.subject, self.dtype = subject, dtype
         model_type = subject.config.model_type
         known = policy is not None or model_type in policies_by_model_type()

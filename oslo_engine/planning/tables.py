@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from oslo_engine.planning.estimate import Estimate
-from oslo_engine.planning.report import ESTIMATED, EXACT, NOT_COUNTED, PlanReport, layout_words, readable
+from oslo_engine.planning.words import ESTIMATED, EXACT, NOT_COUNTED, layout_words, readable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
+
+    from oslo_engine.planning.report import PlanReport
 
 SHOWN = 10
 
