@@ -67,8 +67,8 @@ class Workload:
     def trains(self) -> bool:
         return self.task == "train"
 
-    def with_rows(self, rows: int, *, checkpointing: bool) -> Workload:
-        return replace(self, rows=rows, checkpointing=checkpointing)
+    def with_rows(self, rows: int) -> Workload:
+        return replace(self, rows=rows)
 
     def optimizer_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         return OPTIMIZERS[self.optimizer](shape, itemsize) if self.trains else 0

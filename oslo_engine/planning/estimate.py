@@ -9,8 +9,9 @@ from functools import lru_cache
 
 from oslo_engine.footprint.resident import Resident, resident
 from oslo_engine.pipeline.orders import Action, ActionKind, Orders, forward_orders, schedule_orders
+from oslo_engine.plan.plan import Plan
 from oslo_engine.planning.candidates import Candidate
-from oslo_engine.planning.model_plans import ModelPlans
+from oslo_engine.planning.model_plans import Carried, ModelPlans
 from oslo_engine.planning.question import Question
 from oslo_engine.planning.rank_walk import fill_rank
 from oslo_engine.planning.stage_costs import stage_costs
@@ -63,18 +64,22 @@ class Estimate:
         return max(self.ranks, key=lambda rank: rank.total)
 
 
+def resident_bytes(plans: ModelPlans, question: Question, candidate: Candidate) -> int:
+    """What the fullest rank holds before it computes anything: quick to count, and often too much already. Raises as below."""
+    plan = _plan_of(plans, candidate)[0]
+    ranks = range(candidate.pp)
+    return max(resident(plan, rank, 0, question.workload, zero=candidate.zero).total for rank in ranks)
+
+
 def estimate(plans: ModelPlans, question: Question, candidate: Candidate) -> Estimate:
     """
     Raises:
         PolicyError, PlanError, UnsupportedError: the engine could not run it, or its cost cannot be measured.
     """
-    workload = question.workload.with_rows(candidate.rows, checkpointing=candidate.checkpointing)
-    laid = plans.lay(candidate.tp, candidate.pp, candidate.schedule, candidate.sequence_parallel)
-    plan = dataclasses.replace(
-        laid.plan, topology=Topology(tp=candidate.tp, pp=candidate.pp, dp=candidate.dp), schedule=candidate.schedule
-    )
-    blocks = plans.profile(candidate.tp, workload, sequence_parallel=candidate.sequence_parallel)
-    costs = stage_costs(blocks, plan, laid.carried)
+    workload = dataclasses.replace(question.workload, rows=candidate.rows, checkpointing=candidate.checkpointing)
+    plan, carried = _plan_of(plans, candidate)
+    blocks = plans.costs(candidate.tp, workload, sequence_parallel=candidate.sequence_parallel)
+    costs = stage_costs(blocks, plan, carried)
     orders = orders_of(candidate, trains=workload.trains)
     ranks = []
     for pp_rank, actions in enumerate(orders.actions):
@@ -93,6 +98,12 @@ def estimate(plans: ModelPlans, question: Question, candidate: Candidate) -> Est
     if max(rank.total for rank in ranks) > question.cluster.memory:
         limit = "memory"
     return Estimate(candidate, tuple(ranks), bubble, seconds, limit)
+
+
+def _plan_of(plans: ModelPlans, candidate: Candidate) -> tuple[Plan, Carried]:
+    laid = plans.lay(candidate.tp, candidate.pp, candidate.schedule, candidate.sequence_parallel)
+    topology = Topology(tp=candidate.tp, pp=candidate.pp, dp=candidate.dp)
+    return dataclasses.replace(laid.plan, topology=topology, schedule=candidate.schedule), laid.carried
 
 
 @lru_cache(maxsize=512)

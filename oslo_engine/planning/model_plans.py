@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,12 +13,12 @@ import torch
 from transformers import PreTrainedModel
 
 from oslo_engine.errors import OsloError, PolicyError, UnsupportedError
-from oslo_engine.footprint.profile import profile_step
+from oslo_engine.footprint.profile import StepProfile, profile_step
 from oslo_engine.footprint.shorten import shorten
 from oslo_engine.footprint.workload import Workload
 from oslo_engine.pipeline.orders import rank_of_stage
 from oslo_engine.plan.plan import Plan
-from oslo_engine.planning.stage_costs import BlockCosts
+from oslo_engine.planning.stage_costs import BlockCosts, with_rows
 from oslo_engine.policy.registry import find_policy, policies_by_model_type
 from oslo_engine.policy.schema import Policy
 from oslo_engine.rewrite.flows import FlowBook
@@ -26,13 +27,15 @@ from oslo_engine.rewrite.skeleton import skeleton
 from oslo_engine.tiny.subject import Subject
 from oslo_engine.topology import Topology
 
+Carried = tuple[tuple[tuple[str, tuple[Any, ...]], ...], ...]
+
 
 @dataclass(frozen=True)
 class Laid:
     """A plan, and of every stage the values that it receives, as (block, place in its output)."""
 
     plan: Plan
-    carried: tuple[tuple[tuple[str, tuple[Any, ...]], ...], ...] = ((),)
+    carried: Carried = ((),)
 
 
 class ModelPlans:
@@ -50,7 +53,9 @@ class ModelPlans:
         known = policy is not None or model_type in policies_by_model_type()
         self.policy = find_policy(policy, model_type) if known else None
         self._laid: dict[Any, Laid | OsloError] = {}
-        self._profiles: dict[Any, BlockCosts] = {}
+        self._profiles: dict[Any, StepProfile] = {}
+        self._costs: dict[Any, BlockCosts] = {}
+        self._stands_for: Mapping[str, str] = {}
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -101,7 +106,7 @@ class ModelPlans:
             raise found
         return found
 
-    def profile(self, tp: int, workload: Workload, *, sequence_parallel: bool = False) -> BlockCosts:
+    def costs(self, tp: int, workload: Workload, *, sequence_parallel: bool = False) -> BlockCosts:
         """What the blocks of tp rank 0 cost in a micro-batch.
 
         Raises:
@@ -109,10 +114,18 @@ class ModelPlans:
             PolicyError, PlanError: it cannot be split this way.
         """
         key = (tp, workload, sequence_parallel)
+        if key not in self._costs:
+            one, two = (self._profile(tp, workload.with_rows(rows), sequence_parallel) for rows in (1, 2))
+            self._costs[key] = BlockCosts(with_rows(one, two, workload.rows), self._stands_for)
+        return self._costs[key]
+
+    def _profile(self, tp: int, workload: Workload, sequence_parallel: bool) -> StepProfile:
+        key = (tp, workload, sequence_parallel)
         if key not in self._profiles:
             short = shorten(skeleton(self.model, dtype=self.dtype), self.plan(1, 1).blocks)
             plan = plan_model(short.model, self.policy, Topology(tp=tp), sequence_parallel=sequence_parallel)
-            self._profiles[key] = BlockCosts(profile_step(short.model, plan.plan, workload), short.stands_for)
+            self._profiles[key] = profile_step(short.model, plan.plan, workload)
+            self._stands_for = short.stands_for
         return self._profiles[key]
 
     def _make(

@@ -48,6 +48,30 @@ def fold(segments: Iterable[Segment]) -> Cost:
     return Cost(peak, level, {kind: (calls[kind], size[kind]) for kind in calls})
 
 
+def with_rows(one: StepProfile, two: StepProfile, rows: int) -> StepProfile:
+    """A profile of any number of rows, from those of one row and of two: everything grows by the same with every row."""
+
+    def grown(first: int, second: int) -> int:
+        return first + (second - first) * (rows - 1)
+
+    def segment(first: Segment, second: Segment) -> Segment:
+        traffic = {kind: (calls, grown(size, second.traffic[kind][1])) for kind, (calls, size) in first.traffic.items()}
+        return Segment(first.label, grown(first.kept, second.kept), max(0, grown(first.peak, second.peak)), traffic)
+
+    assert [each.label for each in one.forward] == [each.label for each in two.forward], "rows change what runs"
+    return StepProfile(
+        tuple(map(segment, one.forward, two.forward)),
+        tuple(map(segment, one.backward, two.backward)),
+        {
+            block: {
+                place: SentValue(grown(value.bytes, two.sent[block][place].bytes), value.num_dims, value.has_gradient)
+                for place, value in values.items()
+            }
+            for block, values in one.sent.items()
+        },
+    )
+
+
 class BlockCosts:
     """A profile, sorted by blocks.
 
