@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from oslo_engine.layers.vocab_shard import gather_logits
     from oslo_engine.pipeline.recording import record_timeline
     from oslo_engine.plan.plan import Plan
+    from oslo_engine.planning import plan
     from oslo_engine.policy.schema import Policy
     from oslo_engine.rewrite.gradients import clip_grad_norm_
     from oslo_engine.rewrite.scaler import GradScaler
@@ -95,6 +96,7 @@ __all__ = [
     "gather_logits",
     "load_training",
     "parallelize",
+    "plan",
     "record_timeline",
     "save_training",
     "verify",
@@ -120,6 +122,7 @@ _MODULE_OF = {
     "gather_logits": "layers.vocab_shard",
     "load_training": "checkpoint.resume",
     "parallelize": "api",
+    "plan": "planning",
     "record_timeline": "pipeline.recording",
     "save_training": "checkpoint.training",
     "verify": "verify",

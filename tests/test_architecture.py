@@ -37,6 +37,7 @@ LAYERS = [
     {"tiny"},
     {"derive"},
     {"deploy"},
+    {"planning"},
     {"assemble", "construct", "methods"},
     {"api", "verify"},
     {"serve"},

@@ -48,6 +48,7 @@ OURS = {
     "gather_logits",
     "load_training",
     "parallelize",
+    "plan",
     "record_timeline",
     "save_training",
     "verify",

@@ -7,6 +7,7 @@ import typer
 from oslo_engine.cli.checkpoint import checkpoint
 from oslo_engine.cli.data import data
 from oslo_engine.cli.fuse import fuse
+from oslo_engine.cli.plan import plan
 from oslo_engine.cli.policy import policy
 from oslo_engine.cli.preprocess import preprocess
 from oslo_engine.cli.serve import serve
@@ -19,6 +20,7 @@ main = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+main.command("plan")(plan)
 main.command("verify")(verify)
 main.command("serve")(serve)
 main.command("fuse")(fuse)

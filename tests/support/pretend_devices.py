@@ -6,8 +6,8 @@
     assert copies == {"between": 3, "to": 2, "from": 1}
 
 A Python-only PrivateUse1 backend: its kernels unwrap the tensors, run on the CPU and wrap what comes out. It rests on an
-experimental API of torch (``_setup_privateuseone_for_python_backend``): where a new torch changes it, ``install`` fails. Gradients
-need ``single_threaded_backward``: the kernels are Python, and autograd's threads for devices have none.
+experimental API of torch (``_setup_privateuseone_for_python_backend``): where a new torch changes it, ``install`` fails.
+Gradients need ``single_threaded_backward``: the kernels are Python, and autograd's threads for devices have none.
 """
 
 from __future__ import annotations
