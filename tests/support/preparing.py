@@ -21,7 +21,7 @@ STEPS = ((os, "fsync"), (os, "replace"), (pathlib.Path, "unlink"), (shutil, "rmt
 def prepare(folder: Path, name: str = "out", workers: int = 0, **options: Any) -> None:
     draft._COMMIT_SECONDS = 0.0  # note every unit
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    made = DatasetPreprocessor(tokenizer, append_eod=True, eod_token_id=0, workers=workers, chunk_size=3000)
+    made = DatasetPreprocessor(tokenizer, append_eod=True, eod_token_id=0, workers=workers, chunk_size=3000, fast=False)
     made.preprocess(folder / "a.jsonl", folder / name, **options)
 
 
