@@ -5,6 +5,7 @@ One of the ``tokenizers`` library is its JSON, so that workers need neither tran
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import pickle
@@ -139,7 +140,8 @@ class JsonEncoder:
         self.may_cut = may_cut(json.loads(data.content))
 
     def encode(self, texts: list[str]) -> list[NDArray[Any]]:
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        with _failures_named():
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
 
@@ -152,7 +154,16 @@ class PickledEncoder:
         self._tokenizer = pickle.loads(data.content)
 
     def encode(self, texts: list[str]) -> list[NDArray[Any]]:
-        return [np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int64) for text in texts]
+        with _failures_named():
+            return [np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int64) for text in texts]
+
+
+@contextlib.contextmanager
+def _failures_named() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise DataError("the tokenizer failed on a text", got=f"{type(error).__name__}: {error}") from None
 
 
 def general_encoder(data: TokenizerData) -> Encoder:

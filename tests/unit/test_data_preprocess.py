@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from corpora import byte_level_bpe, expected_ids, texts, write_jsonl
 from oslo_engine import DataError, DatasetPreprocessor, IndexedDataset
@@ -358,6 +358,13 @@ def test_a_worker_that_dies_is_an_error_and_leaves_no_other(
         )
     assert all(process.poll() is not None for process in started)
     assert not (tmp_path / "out.idx").exists()
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_tokenizer_that_fails_is_named(tmp_path: Path, count: int) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}))
+    with pytest.raises(DataError, match="the tokenizer failed"):
+        DatasetPreprocessor(tokenizer, workers=count).preprocess(["b"], tmp_path / "out")
 
 
 # -- again, and instead
