@@ -14,7 +14,21 @@ import oslo_engine
 
 OURS = {
     "BatchError",
+    "CallCancelledError",
     "CheckpointError",
+    "Deployment",
+    "DeploymentError",
+    "GradScaler",
+    "FusionTargetError",
+    "DataError",
+    "DatasetBlender",
+    "DatasetForCausalLM",
+    "DatasetPreprocessor",
+    "DistributedProxySampler",
+    "FlatteningCollator",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "InfiniteDataLoader",
     "MissingDependencyError",
     "OsloError",
     "PipelineError",
@@ -22,14 +36,19 @@ OURS = {
     "PlanError",
     "Policy",
     "PolicyError",
+    "QueueFullError",
     "ShardedLogitsError",
+    "SpanCorruptionCollator",
     "Topology",
     "TopologyError",
     "UnsupportedError",
+    "WorkerDied",
     "clip_grad_norm_",
+    "deparallelize",
     "gather_logits",
     "load_training",
     "parallelize",
+    "plan",
     "record_timeline",
     "save_training",
     "verify",
@@ -76,7 +95,7 @@ def test_every_error_type_is_public() -> None:
     from oslo_engine import errors
 
     types = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.OsloError)}
-    assert types == {name for name in OURS if name.endswith("Error")}
+    assert types == {name for name in OURS if name.endswith("Error")} | {"WorkerDied"}
 
 
 def test_import_loads_no_heavy_package() -> None:
@@ -149,7 +168,7 @@ def test_finding_a_part_loads_only_its_own_modelling_file() -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("parallelise", "did you mean parallelize?"),
+        ("parallelise", "did you mean parallelize"),
         ("GPT2LMHeadModl", "did you mean GPT2LMHeadModel"),
         ("set_sed", "did you mean set_seed"),
         ("GPT2Nothing", "'GPT2Nothing'"),

@@ -158,6 +158,13 @@ class PipelineLinks:
                     work.wait()
                 pending.clear()
 
+    def take_sends(self) -> list[tuple[Any, Tensor]]:
+        """The sends that are not waited for yet, for the caller to do so; they and their data must be kept until then."""
+        taken = [one for pending in (*self._pending.values(), self._pending_control) for one in pending]
+        for pending in (*self._pending.values(), self._pending_control):
+            pending.clear()
+        return taken
+
     # Headers and losses
 
     def send_header(self, metas: Sequence[TensorMeta] | None, mark: tuple[int, ...], peer: int) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from oslo_engine.comm.collectives import Axis
 
@@ -89,7 +90,7 @@ def check_ids(ids: Tensor, total: int, *, what: str, used: Tensor | None = None)
     wrong = (ids < 0) | (ids >= total)
     if used is not None:
         wrong = wrong & used
-    if ids.device.type != "cpu" or torch.compiler.is_compiling():
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or is_fake(ids):
         if ids.device.type != "meta":
             torch._assert_async(~wrong.any(), f"{what} out of range for a vocabulary of {total}")
     elif bool(wrong.any()):

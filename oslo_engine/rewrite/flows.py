@@ -66,6 +66,7 @@ class FlowBook:
     def place(self, stage_of: Mapping[tuple[str, int], int], num_stages: int) -> None:
         """Say where the cuts lie."""
         self._stage_of, self._num_stages = dict(stage_of), num_stages
+        self._flows.clear()
 
     def live_tensors(self) -> list[set[str]]:
         """Per stage, the parameters and buffers outside its blocks that training or generation reads, with all their names."""
@@ -76,10 +77,14 @@ class FlowBook:
                 names.update(flow.live_parameters[stage], flow.live_buffers[stage])
         return live
 
+    def training_flow(self) -> DataFlow:
+        """The data flow of an ordinary training forward, over the stages that ``place`` made."""
+        return self._analyze(self._usual[0])
+
     def shared_random_modules(self) -> list[str]:
         """Modules outside the blocks that draw random numbers which several stages must draw alike."""
         self.twin.train()
-        flow = self._analyze(self._usual[0])
+        flow = self.training_flow()
         return list(dict.fromkeys(draw.module for draw in flow.random_in_several_stages))
 
     def flow(self, inputs: Mapping[str, Any], *, training: bool, root: str = "") -> DataFlow:

@@ -45,6 +45,7 @@ def plan_model(
     rank_of_stage: tuple[int, ...] = (0,),
     sequence_parallel: bool = False,
     expert_split: str = "inner",
+    flows: FlowBook | None = None,
 ) -> Layout:
     """Plan a model for all ranks of a topology; no process group, no weights.
 
@@ -53,6 +54,7 @@ def plan_model(
         policy: None only where tp and pp are 1.
         rank_of_stage: the pp rank that runs each stage; their number is the number of stages.
         expert_split: how mixtures of experts are divided, see ``match_policy``.
+        flows: recordings of this model from an earlier layout, whose cuts are forgotten; by default it is recorded.
 
     Raises:
         PolicyError, PlanError: see ``match_policy`` and ``assign_stages``.
@@ -78,7 +80,7 @@ def plan_model(
 
     if num_stages == 1:
         return Layout(build([(block, 0) for block in blocks], [0] * len(blocks), [[]]))
-    flows = FlowBook(skeleton(model, dtype=model.dtype), blocks)
+    flows = flows or FlowBook(skeleton(model, dtype=model.dtype), blocks)
     calls = flows.calls()
     head = model.get_output_embeddings()
     stage_of_call = assign_stages(

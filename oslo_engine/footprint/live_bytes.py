@@ -1,0 +1,93 @@
+"""How many bytes of tensors are alive, and the most there were, in each part of a step.
+
+Works on real and on fake tensors alike: what counts is the storage that an operation returns, until nobody holds it any more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Traffic = dict[str, tuple[int, int]]  # kind of collective -> (calls, bytes handed in)
+
+
+@dataclass
+class Segment:
+    """A stretch of a step.
+
+    label: what ran. kept: bytes that are alive at its end and were not at its start (negative: freed).
+    peak: the most that was alive in it, above its start.
+    traffic: collectives in it.
+    """
+
+    label: tuple[str, str]
+    kept: int = 0
+    peak: int = 0
+    traffic: Traffic = field(default_factory=dict)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts while it is on; tensors that were there before count once an operation returns them, unless ``leave_out``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = 0
+        self.segments: list[Segment] = []
+        self._sizes: dict[int, int] = {}
+        self._start = 0
+        self._most = 0
+
+    @property
+    def most(self) -> int:
+        """The most that was alive at any time."""
+        level = most = 0
+        for segment in self.segments:
+            most = max(most, level + segment.peak)
+            level += segment.kept
+        return max(most, level + self._most - self._start)
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Never count these: weights, gradients, the batch."""
+        for tensor in tensors:
+            self._sizes[tensor.untyped_storage()._cdata] = 0
+
+    def begin(self, label: tuple[str, str]) -> None:
+        """End the segment before, and start one."""
+        self.end()
+        self.segments.append(Segment(label))
+
+    def end(self) -> None:
+        if self.segments:
+            last = self.segments[-1]
+            last.kept, last.peak = self.alive - self._start, self._most - self._start
+        self._start = self._most = self.alive
+
+    def note_collective(self, kind: str, size_bytes: int) -> None:
+        calls, size = self.segments[-1].traffic.get(kind, (0, 0))
+        self.segments[-1].traffic[kind] = (calls + 1, size + size_bytes)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._count(leaf)
+        return out
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        self._sizes[key] = storage.nbytes()
+        self.alive += storage.nbytes()
+        self._most = max(self._most, self.alive)
+        weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.alive -= self._sizes.pop(key, 0)

@@ -1,0 +1,158 @@
+"""The plans of one model for many layouts: it is built, matched and recorded once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from oslo_engine.errors import OsloError, PolicyError, UnsupportedError
+from oslo_engine.footprint.profile import StepProfile, profile_step
+from oslo_engine.footprint.shorten import shorten
+from oslo_engine.footprint.workload import Workload
+from oslo_engine.pipeline.orders import rank_of_stage
+from oslo_engine.plan.plan import Plan
+from oslo_engine.planning.stage_costs import BlockCosts, with_rows
+from oslo_engine.policy.registry import find_policy, policies_by_model_type
+from oslo_engine.policy.schema import Policy
+from oslo_engine.rewrite.flows import FlowBook
+from oslo_engine.rewrite.planning import plan_model
+from oslo_engine.rewrite.skeleton import skeleton
+from oslo_engine.tiny.subject import Subject
+from oslo_engine.topology import Topology
+
+Carried = tuple[tuple[tuple[str, tuple[Any, ...]], ...], ...]
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A plan, and of every stage the values that it receives, as (block, place in its output)."""
+
+    plan: Plan
+    carried: Carried = ((),)
+
+
+class ModelPlans:
+    """Makes the plans that ``parallelize`` would run.
+
+    Args:
+        subject: the model, by class and config.
+        dtype: of its parameters.
+        policy: None for the installed one; where there is none the model can only be copied or placed, not split.
+    """
+
+    def __init__(self, subject: Subject, dtype: torch.dtype, policy: Policy | str | Path | None = None) -> None:
+        self.subject, self.dtype = subject, dtype
+        model_type = subject.config.model_type
+        known = policy is not None or model_type in policies_by_model_type()
+        self.policy = find_policy(policy, model_type) if known else None
+        self._laid: dict[Any, Laid | OsloError] = {}
+        self._profiles: dict[Any, StepProfile] = {}
+        self._costs: dict[Any, BlockCosts] = {}
+        self._stands_for: Mapping[str, str] = {}
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """On meta."""
+        model: PreTrainedModel = self.subject.build(lambda cls, config: skeleton(cls, config, dtype=self.dtype))
+        return model
+
+    @cached_property
+    def _flows(self) -> FlowBook:
+        whole = self.plan(1, 1)
+        return FlowBook(skeleton(self.model, dtype=self.dtype), whole.blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.plan(1, 1).blocks)
+
+    def plan(
+        self,
+        tp: int,
+        pp: int,
+        *,
+        dp: int = 1,
+        schedule: str = "1f1b",
+        sequence_parallel: bool = False,
+        expert_split: str = "inner",
+    ) -> Plan:
+        """The plan of a layout.
+
+        Raises:
+            PolicyError, PlanError, UnsupportedError: the model cannot be split this way.
+        """
+        laid = self.lay(tp, pp, schedule, sequence_parallel, expert_split)
+        return dataclasses.replace(laid.plan, topology=Topology(tp=tp, pp=pp, dp=dp))
+
+    def lay(
+        self, tp: int, pp: int, schedule: str = "1f1b", sequence_parallel: bool = False, expert_split: str = "inner"
+    ) -> Laid:
+        """The same without data-parallel copies, and with what crosses the cuts. Raises as ``plan``."""
+        # Schedules that put the stages on the same ranks have the same plan but for its name.
+        key = (tp, rank_of_stage(schedule, pp) if pp > 1 else (0,), sequence_parallel, expert_split)
+        if key not in self._laid:
+            try:
+                self._laid[key] = self._make(tp, pp, schedule, key[1], sequence_parallel, expert_split)
+            except OsloError as error:
+                self._laid[key] = error
+        found = self._laid[key]
+        if isinstance(found, OsloError):
+            raise found
+        return found
+
+    def costs(self, tp: int, workload: Workload, *, sequence_parallel: bool = False) -> BlockCosts:
+        """What the blocks of tp rank 0 cost in a micro-batch.
+
+        Raises:
+            UnsupportedError: the model cannot be run on fake tensors.
+            PolicyError, PlanError: it cannot be split this way.
+        """
+        key = (tp, workload, sequence_parallel)
+        if key not in self._costs:
+            one, two = (self._profile(tp, workload.with_rows(rows), sequence_parallel) for rows in (1, 2))
+            self._costs[key] = BlockCosts(with_rows(one, two, workload.rows), self._stands_for)
+        return self._costs[key]
+
+    def _profile(self, tp: int, workload: Workload, sequence_parallel: bool) -> StepProfile:
+        key = (tp, workload, sequence_parallel)
+        if key not in self._profiles:
+            short = shorten(skeleton(self.model, dtype=self.dtype), self.plan(1, 1).blocks)
+            plan = plan_model(short.model, self.policy, Topology(tp=tp), sequence_parallel=sequence_parallel)
+            self._profiles[key] = profile_step(short.model, plan.plan, workload)
+            self._stands_for = short.stands_for
+        return self._profiles[key]
+
+    def _make(
+        self, tp: int, pp: int, schedule: str, stages: tuple[int, ...], sequence_parallel: bool, expert_split: str
+    ) -> Laid:
+        if self.policy is None and tp * pp > 1:
+            raise PolicyError(
+                "no policy says how this model splits",
+                got=self.subject.config.model_type,
+                hint="oslo-engine policy derive MODEL --output FILE; then pass policy=FILE",
+            )
+        layout = plan_model(
+            self.model,
+            self.policy,
+            Topology(tp=tp, pp=pp),
+            schedule=schedule,
+            rank_of_stage=stages,
+            sequence_parallel=sequence_parallel,
+            expert_split=expert_split,
+            flows=self._flows if pp > 1 else None,
+        )
+        if layout.flows is None:
+            return Laid(layout.plan)
+        flow = layout.flows.training_flow()
+        if any(value.written for values in flow.carried for value in values):
+            raise UnsupportedError(
+                "blocks of this model hand values on through their arguments; what that costs in a pipeline is not planned",
+                where=type(self.model).__name__,
+            )
+        return Laid(layout.plan, tuple(tuple((flow.calls[v.call].block, v.path) for v in values) for values in flow.carried))

@@ -1,0 +1,77 @@
+"""Going through the layouts of a cluster, and looking for the smallest cluster that suffices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from oslo_engine.errors import OsloError
+from oslo_engine.planning.candidates import Candidate, candidates
+from oslo_engine.planning.estimate import Estimate, estimate, resident_bytes
+from oslo_engine.planning.model_plans import ModelPlans
+from oslo_engine.planning.question import Question
+
+_NEAREST = 5  # layouts that do not fit and are worked out all the same, to say what they lack
+
+
+def search(plans: ModelPlans, question: Question) -> tuple[list[Estimate], list[Estimate], dict[str, int]]:
+    """(layouts that fit, fastest first; the nearest of those that do not; why others could not be planned)."""
+    fitting: list[Estimate] = []
+    lacking: list[Estimate] = []
+    too_large: list[tuple[int, Candidate]] = []
+    refused: Counter[str] = Counter()
+    for candidate in _candidates(plans, question):
+        try:
+            held = resident_bytes(plans, question, candidate)
+            if held > question.cluster.memory:
+                too_large.append((held, candidate))
+                continue
+            found = estimate(plans, question, candidate)
+        except OsloError as error:
+            refused[error.what] += 1
+            continue
+        (fitting if found.memory <= question.cluster.memory else lacking).append(found)
+    if not fitting and not lacking:
+        nearest = sorted(too_large, key=lambda pair: (pair[0], pair[1].rows, not pair[1].checkpointing))[:_NEAREST]
+        lacking = [estimate(plans, question, candidate) for _, candidate in nearest]
+    fitting.sort(key=lambda found: found.seconds)
+    lacking.sort(key=lambda found: found.memory)
+    return fitting, lacking[:_NEAREST], dict(refused)
+
+
+def least_gpus(plans: ModelPlans, question: Question) -> tuple[int, Estimate] | None:
+    """The smallest number of GPUs on which one copy fits with as few rows as its pipeline takes, and the fastest way there.
+
+    More copies could share an optimizer through ZeRO; that is left out.
+    """
+    for gpus in _sizes(question.cluster.node_size, plans.num_blocks):
+        asked = replace(question, cluster=replace(question.cluster, gpus=gpus), batch=gpus)
+        found = list(_one_copy_that_fits(plans, asked))
+        if found:
+            return gpus, min(found, key=lambda each: each.seconds)
+    return None
+
+
+def _one_copy_that_fits(plans: ModelPlans, question: Question) -> Iterator[Estimate]:
+    for candidate in _candidates(plans, question):
+        if candidate.dp > 1 or candidate.rows > 1:
+            continue
+        try:
+            if resident_bytes(plans, question, candidate) <= question.cluster.memory:
+                found = estimate(plans, question, candidate)
+                if found.memory <= question.cluster.memory:
+                    yield found
+        except OsloError:
+            continue
+
+
+def _candidates(plans: ModelPlans, question: Question) -> Iterator[Candidate]:
+    allowed = plans.policy is not None and plans.policy.sequence_parallel
+    return candidates(question, plans.num_blocks, sequence_parallel=allowed)
+
+
+def _sizes(node_size: int, num_blocks: int) -> Iterator[int]:
+    """1, 2, 3, ... within a node, then whole nodes."""
+    yield from range(1, node_size + 1)
+    yield from range(2 * node_size, num_blocks * node_size + 1, node_size)

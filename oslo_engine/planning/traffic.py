@@ -1,0 +1,134 @@
+"""The messages that one rank hands to its neighbours in a training step, as ``comm.counter`` would count them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from oslo_engine.footprint.profile import SentValue
+from oslo_engine.footprint.workload import Workload
+from oslo_engine.pipeline.orders import Action, ActionKind
+from oslo_engine.plan.plan import Plan
+from oslo_engine.planning.candidates import Candidate
+from oslo_engine.planning.stage_costs import StageCosts
+
+_BUCKET_BYTES = 32 << 20  # of ``all_reduce_together``
+_NUMBER = 8  # bytes of a number in a header or a loss message
+_LOSS_NUMBERS, _AGREED_NUMBERS = 5, 3
+
+
+@dataclass(frozen=True)
+class Messages:
+    """How often, and how many bytes this rank hands in (for "recv": takes out)."""
+
+    calls: int
+    bytes: int
+
+
+class _Count:
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+
+    def add(self, axis: str, kind: str, calls: int, size_bytes: int) -> None:
+        if calls:
+            entry = self.found[axis, kind]
+            entry[0] += calls
+            entry[1] += size_bytes
+
+
+def rank_messages(
+    plan: Plan, costs: Sequence[StageCosts], actions: Sequence[Action], pp_rank: int, candidate: Candidate, workload: Workload
+) -> dict[tuple[str, str], Messages]:
+    """By (axis, kind of collective): axis "tp", "pp", "shared" (parameters that several stages hold) or "dp".
+
+    Args:
+        costs: of every stage.
+        actions: of this rank in one batch.
+    """
+    count = _Count()
+    for action in actions:
+        _count_action(count, action, costs, plan)
+    if plan.topology.pp > 1 and workload.trains:
+        _count_losses(count, plan, pp_rank, candidate.micro_batches)
+        _count_shared(count, plan, pp_rank)
+    if plan.topology.dp > 1 and workload.trains:
+        sizes = [(size, dtype) for size, dtype, _ in _gradients(plan, pp_rank)]
+        count.add("dp", *_dp_collective(candidate.zero, sizes))
+    return {key: Messages(*entry) for key, entry in count.found.items()}
+
+
+def _count_action(count: _Count, action: Action, costs: Sequence[StageCosts], plan: Plan) -> None:
+    cost = costs[action.stage]
+    match action.kind:
+        case ActionKind.FORWARD:
+            for kind, (calls, size) in cost.forward.traffic.items():
+                count.add("tp", kind, calls, size)
+        case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
+            for kind, (calls, size) in cost.backward.traffic.items():
+                count.add("tp", kind, calls, size)
+        case ActionKind.SEND_FORWARD:
+            _count_values(count, "send", cost.sent, header=action.micro == 0)
+        case ActionKind.RECEIVE_FORWARD:
+            _count_values(count, "recv", cost.received, header=action.micro == 0)
+        case ActionKind.SEND_BACKWARD:
+            _count_values(count, "send", [value for value in cost.received if value.has_gradient], header=False)
+        case ActionKind.RECEIVE_BACKWARD:
+            _count_values(count, "recv", [value for value in cost.sent if value.has_gradient], header=False)
+
+
+def _count_values(count: _Count, kind: str, values: Sequence[SentValue], *, header: bool) -> None:
+    count.add("pp", kind, len(values), sum(value.bytes for value in values))
+    if header:  # once a batch, on the control group: its length; then who, how many, and what each tensor is
+        numbers = 5 + sum(3 + value.num_dims for value in values)
+        count.add("pp", kind, 2, _NUMBER * (1 + numbers))
+
+
+def _count_losses(count: _Count, plan: Plan, pp_rank: int, micro_batches: int) -> None:
+    """Each loss goes from the last stage's rank to all others; at the end all tell how the batch went."""
+    size = _NUMBER * _LOSS_NUMBERS
+    if pp_rank == plan.rank_of_stage[-1]:
+        times = micro_batches * (plan.topology.pp - 1)
+        count.add("pp", "send", times, times * size)
+    else:
+        count.add("pp", "recv", micro_batches, micro_batches * size)
+    count.add("pp", "allgather", 1, _NUMBER * _AGREED_NUMBERS)
+
+
+def _count_shared(count: _Count, plan: Plan, pp_rank: int) -> None:
+    by_holders: dict[tuple[int, ...], list[tuple[int, str]]] = defaultdict(list)
+    for size, dtype, holders in _gradients(plan, pp_rank):
+        if len(holders) > 1:
+            by_holders[holders].append((size, dtype))
+    for sizes in by_holders.values():
+        count.add("shared", "allreduce", _num_buckets(sizes), sum(size for size, _ in sizes))
+
+
+def _gradients(plan: Plan, pp_rank: int) -> Iterable[tuple[int, str, tuple[int, ...]]]:
+    """(bytes, dtype, pp ranks that hold it) of every parameter of a rank."""
+    for tensor in plan.held_by(pp_rank):
+        if not tensor.is_buffer:
+            dtype: torch.dtype = getattr(torch, tensor.dtype)
+            yield math.prod(tensor.local_shape(0)) * dtype.itemsize, tensor.dtype, plan.holders(tensor)
+
+
+def _num_buckets(sizes: Iterable[tuple[int, str]]) -> int:
+    """How many messages ``all_reduce_together`` makes of them."""
+    filled: dict[str, int] = {}
+    buckets = 0
+    for size, dtype in sizes:
+        if dtype not in filled or filled[dtype] + size > _BUCKET_BYTES:
+            buckets, filled[dtype] = buckets + 1, 0
+        filled[dtype] += size
+    return buckets
+
+
+def _dp_collective(zero: int, sizes: Sequence[tuple[int, str]]) -> tuple[str, int, int]:
+    """Gradients are summed; under ZeRO each rank gets its part of the sum, and gathers the weights that others have updated."""
+    total = sum(size for size, _ in sizes)
+    if zero == 0:
+        return "allreduce", _num_buckets(sizes), total
+    return "reduce_scatter and allgather", 2 * _num_buckets(sizes), (3 if zero == 3 else 2) * total

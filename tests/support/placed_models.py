@@ -1,0 +1,109 @@
+"""Models on pretend devices, compared with the same model on one device. Jobs for a rank pool of one process.
+
+The unplaced model lies on one pretend device: everything must be equal to it bit for bit, gradients too. A map with "cpu" in it
+is the exception: models choose other operations there, so gradients may differ in their last bits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import pretend_devices
+from oslo_engine import deparallelize, parallelize
+from oslo_engine.placement.stacks import find_stacks
+from oslo_engine.tiny.batches import Shape, make_batch, make_inputs
+from oslo_engine.tiny.fill import fill
+from oslo_engine.tiny.sizes import Sizes
+from oslo_engine.tiny.subject import find_subject
+
+DEVICES = {
+    "2": ("sim:0", "sim:1"),
+    "3": ("sim:0", "sim:1", "sim:2"),
+    "4": ("sim:3", "sim:0", "sim:1", "sim:2"),
+    "cpu": ("cpu", "sim:0", "sim:2"),
+}
+Made = tuple[Any, dict[str, Any], dict[str, Any] | None]  # model, batch with labels, arguments of generate
+
+
+def text_model(task: str, model_type: str) -> Made:
+    subject = find_subject(model_type, task).shrunk(Sizes(layers=4), num_blocks=4)
+    model = subject.build(lambda cls, config: cls._from_config(config, attn_implementation="eager"))
+    fill(model, 0)
+    batch = make_batch(model.config, Shape(3, 9, 6), micro_batch_size=1, seed=0, model=model)
+    if not model.can_generate() or "input_ids" not in batch:
+        return model.eval(), batch, None
+    ids, mask = make_inputs(model.config, 3, 7, torch.Generator().manual_seed(1))
+    return model.eval(), batch, {"input_ids": ids, "attention_mask": mask}
+
+
+def spread(model: Any, devices: Sequence[str]) -> dict[str, str]:
+    """A map with blocks on every device, in order."""
+    blocks = [block for stack in find_stacks(model) for block in stack.blocks]
+    return {block: devices[at * len(devices) // len(blocks)] for at, block in enumerate(blocks)}
+
+
+def train(model: Any, batch: dict[str, Any]) -> Any:
+    model.zero_grad()
+    with pretend_devices.single_threaded_backward():
+        output = model(**batch)
+        output.loss.backward()
+    return output
+
+
+def on_device(batch: dict[str, Any], device: str) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def surface(model: Any) -> Any:
+    """What deparallelize must bring back: class, attributes, hooks of every module, keys and devices of the state dict."""
+    hooks = [(len(module._forward_pre_hooks), len(module._forward_hooks)) for module in model.modules()]
+    names = [sorted(vars(module)) for module in model.modules()]
+    state = {name: (value.device, tuple(value.shape)) for name, value in model.state_dict().items()}
+    return type(model), hooks, names, state
+
+
+def generated(model: Any, inputs: dict[str, Any]) -> list[Any]:
+    settings: list[dict[str, Any]] = [{}, {"num_beams": 3}]
+    return [model.generate(**inputs, max_new_tokens=5, do_sample=False, **each).cpu() for each in settings]
+
+
+def check_placed(make: Callable[..., Made], *args: str, devices: Sequence[str] = tuple(DEVICES)) -> None:
+    """Forward, loss, every gradient, greedy and beam ids of a placed model are those of one device; and it can be undone."""
+    pretend_devices.install()
+    model_on_cpu, batch, inputs = make(*args)
+    whole = copy.deepcopy(model_on_cpu).to("sim:0")
+    whole.tie_weights()
+    expected, state = train(whole, on_device(batch, "sim:0")), copy.deepcopy(whole.state_dict())
+    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    ids = generated(whole, on_device(inputs, "sim:0")) if inputs is not None else []
+    for name in devices:
+        model = copy.deepcopy(model_on_cpu)
+        before = surface(model)
+        parallelize(model, device_map=spread(model, DEVICES[name]))
+        assert {str(parameter.device) for parameter in model.parameters()} >= set(DEVICES[name]) - {"cpu"}
+        output = train(model, batch)
+        assert output.loss.device.type == "cpu"
+        assert _same(output.loss, expected.loss, name), name
+        assert _same(output.logits, expected.logits, name), name
+        for key, parameter in model.named_parameters():
+            assert parameter.grad is None or parameter.grad.device == parameter.device
+            assert _same(parameter.grad, gradients[key], name), (name, key)
+        if inputs is not None:
+            for own, other in zip(generated(model, inputs), ids, strict=True):
+                assert torch.equal(own, other), name
+        deparallelize(model)
+        assert surface(model) == before
+        assert all(torch.equal(value, state[key].cpu()) for key, value in model.state_dict().items())
+        assert _same(train(model, batch).loss, expected.loss, "cpu")
+
+
+def _same(one: Any, other: Any, devices: str) -> bool:
+    if one is None or other is None:
+        return one is other
+    if devices == "cpu":
+        return torch.allclose(one.cpu(), other.cpu(), rtol=1e-5, atol=1e-6)
+    return torch.equal(one.cpu(), other.cpu())
