@@ -68,12 +68,12 @@ def load_tokenizer(model: str) -> Any:
 
 
 def load_model(model: str, tp: int, pp: int, dtype: str, policy: str | None, deployment: Any) -> Any:
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    import oslo_engine as oslo
+    from oslo_engine.methods import with_parallel_methods
 
-    config = AutoConfig.from_pretrained(model)
-    cls = oslo.AutoModelForSeq2SeqLM if config.is_encoder_decoder else oslo.AutoModelForCausalLM
+    texts_to_texts = AutoConfig.from_pretrained(model).is_encoder_decoder
+    cls: Any = with_parallel_methods(AutoModelForSeq2SeqLM if texts_to_texts else AutoModelForCausalLM)
     return cls.from_pretrained_with_parallel(
         model, tensor_parallel_size=tp, pipeline_parallel_size=pp, dtype=dtype, policy=policy, deployment=deployment
     )
