@@ -72,9 +72,8 @@ def load_model(model: str, tp: int, pp: int, dtype: str, policy: str | None, dep
 
     from oslo_engine.methods import with_parallel_methods
 
-    config = AutoConfig.from_pretrained(model)
-    auto: type = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    cls: Any = with_parallel_methods(auto)
+    texts_to_texts = AutoConfig.from_pretrained(model).is_encoder_decoder
+    cls: Any = with_parallel_methods(AutoModelForSeq2SeqLM if texts_to_texts else AutoModelForCausalLM)
     return cls.from_pretrained_with_parallel(
         model, tensor_parallel_size=tp, pipeline_parallel_size=pp, dtype=dtype, policy=policy, deployment=deployment
     )

@@ -110,11 +110,11 @@ def generate_in_groups(
             return original(**mine)
 
     runtime, pp = state.program.runtime, state.plan.topology.pp
-    runtime.turns = Turns(pp - state.mesh.pp.rank, pp)
+    runtime.turns, runtime.links.bounded = Turns(pp - state.mesh.pp.rank, pp), False
     try:
         found = runtime.turns.run_all([lambda group=group: job(group) for group in range(num_groups)])
     finally:
-        runtime.turns = None
+        runtime.turns, runtime.links.bounded = None, True
     longest = max(piece.shape[1] for piece in found)
     return torch.cat([torch.nn.functional.pad(piece, (0, longest - piece.shape[1]), value=fill) for piece in found])
 

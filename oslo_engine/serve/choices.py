@@ -58,7 +58,8 @@ async def pieces(
 
     ends = set(end_tokens({}, model.generation_config))
     text, count, reason = TextPieces(tokenizer, stops), 0, "length"
-    running = model.stream_to(tell, torch.tensor([prompt]), **settings)
+    ids = torch.tensor([prompt])  # with a mask: what pads may be a part of a text, such as the end of a turn
+    running = model.stream_to(tell, ids, attention_mask=torch.ones_like(ids), **settings)
     running.add_done_callback(lambda: tell(None))
     try:
         while (token := await arrived.get()) is not None:

@@ -214,6 +214,18 @@ def test_a_client_that_leaves_ends_its_calls(server: Served) -> None:
     assert told["running"] == told["waiting"] == 0
 
 
+def test_prompts_with_the_token_that_pads_in_them_run_together(client: openai.OpenAI, folder: Path) -> None:
+    """In a chat the end of a turn often is that token; without a mask such a prompt would have to run alone."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    first, second = [0, *tokenizer("fox").input_ids], [*tokenizer("dog").input_ids, 0, 40, 41]
+    alone = [
+        client.completions.create(model="small", prompt=ids, max_tokens=9, temperature=0).choices[0].text
+        for ids in (first, second)
+    ]
+    together = client.completions.create(model="small", prompt=[first, second], max_tokens=9, temperature=0)
+    assert [choice.text for choice in together.choices] == alone
+
+
 def test_threads_with_prompts_of_their_own_get_their_own_texts(client: openai.OpenAI, folder: Path, unsplit: Any) -> None:
     prompts = [f"{PROMPT} {number} fox" for number in range(24)]
     texts: dict[str, str] = {}

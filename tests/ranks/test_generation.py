@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -285,6 +286,7 @@ GROUPED: dict[str, Way] = {
     "left padding": way(4, padded=True),
     "beams": way(3, num_beams=2, num_return_sequences=2, eos_token_id=list(range(3, 20)), max_new_tokens=10),
     "no cache": way(3, use_cache=False),
+    "many micro-batches": way(16, use_cache=False, max_new_tokens=3),
 }
 
 
@@ -392,3 +394,107 @@ def ask_for_groups(**settings: Any) -> str:
 @pytest.mark.parametrize("settings", [{"cache_implementation": "static"}, {"return_dict_in_generate": True}])
 def test_groups_are_refused_where_rows_must_stay_together(rank_pool, settings: dict[str, Any]) -> None:
     assert all("cannot be decoded in groups" in message for message in rank_pool(2).run(ask_for_groups, **settings))
+
+
+def random_settings(draw: random.Random) -> dict[str, Any]:
+    """Settings of ``generate`` that go together."""
+    settings: dict[str, Any] = {"max_new_tokens": draw.randint(1, 10), "pad_token_id": 0, "do_sample": draw.random() < 0.5}
+    optional: dict[str, Any] = {
+        "num_beams": draw.randint(1, 4),
+        "min_new_tokens": draw.randint(1, settings["max_new_tokens"]),
+        "repetition_penalty": draw.uniform(0.7, 1.6),
+        "no_repeat_ngram_size": draw.randint(1, 3),
+        "eos_token_id": draw.sample(range(3, small_models.VOCAB), draw.randint(1, 25)),
+        "suppress_tokens": draw.sample(range(3, small_models.VOCAB), 20),
+        "renormalize_logits": True,
+        "use_cache": False,
+    }
+    sampled: dict[str, Any] = {
+        "temperature": draw.uniform(0.3, 2),
+        "top_k": draw.randint(1, 60),
+        "top_p": draw.uniform(0.3, 1),
+        "min_p": draw.uniform(0, 0.2),
+        "typical_p": draw.uniform(0.4, 1),
+    }
+    pool = {**optional, **(sampled if settings["do_sample"] else {})}
+    chosen = draw.sample(sorted(pool), draw.randint(0, 4))
+    settings |= {name: pool[name] for name in chosen}
+    beams = settings.get("num_beams", 1)
+    if beams > 1 or settings["do_sample"]:
+        settings["num_return_sequences"] = draw.randint(1, beams if beams > 1 else 3)
+    if beams > 1 and draw.random() < 0.5:
+        settings["length_penalty"] = draw.uniform(-1, 2)
+    return settings
+
+
+def compare_random_settings(tp: int, pp: int, count: int) -> list[str]:
+    draw, told = random.Random(1), []
+    names = ["gpt2", "llama", "t5", "mixtral", "gemma3"]
+    pairs = {name: (whole(name), oslo.parallelize(whole(name), tp=tp, pp=pp).eval()) for name in names}
+    for number in range(count):
+        name, settings = draw.choice(names), random_settings(draw)
+        run = way(draw.randint(1, 4), padded=draw.random() < 0.5, seed=number, **settings)
+        reference, model = pairs[name]
+        wanted = run(reference)
+        got = run(model)
+        if got.shape != wanted.shape or not torch.equal(got, wanted):
+            told.append(f"{name} {settings}: {got.tolist()} instead of {wanted.tolist()}")
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
+def test_a_hundred_random_settings_agree(rank_pool, tp: int, pp: int) -> None:
+    for told in rank_pool(2).run(compare_random_settings, tp, pp, 100, timeout_s=450):
+        assert told == []
+
+
+def transcribe() -> list[str]:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        vocab_size=small_models.VOCAB,
+        d_model=small_models.HIDDEN,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        num_mel_bins=8,
+        max_source_positions=20,
+        max_target_positions=32,
+        decoder_start_token_id=1,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+
+    def made() -> Any:
+        model = WhisperForConditionalGeneration(config).eval()
+        generator = torch.Generator().manual_seed(3)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.data.normal_(0, 0.3, generator=generator)
+        return model
+
+    reference, model = made(), oslo.parallelize(made(), tp=2).eval()
+    features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(0))
+    told = []
+    for settings in ({}, {"num_beams": 2}, {"do_sample": True}):
+        torch.manual_seed(2)
+        wanted = reference.generate(features, max_new_tokens=NEW, **settings)
+        torch.manual_seed(2)
+        got = model.generate(features, max_new_tokens=NEW, **settings)
+        if not torch.equal(got, wanted):
+            told.append(f"{settings}: {got.tolist()} instead of {wanted.tolist()}")
+    return told
+
+
+@pytest.mark.slow
+def test_speech_gives_the_tokens_of_the_unsplit_model(rank_pool) -> None:
+    for told in rank_pool(2).run(transcribe):
+        assert told == []
