@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from oslo_engine.assemble import assemble
 from oslo_engine.comm.mesh import build_mesh
 from oslo_engine.errors import PlanError
+from oslo_engine.integrations.peft import refuse_adapters
 from oslo_engine.methods import with_parallel_methods
 from oslo_engine.policy.schema import Policy
 
@@ -59,6 +60,8 @@ def parallelize(
 
     Communication: collective; every rank of the job must call it with the same arguments.
     """
+    if tp * pp > 1:
+        refuse_adapters(model, "parallelize")
     if "_oslo" in model.__dict__:
         raise PlanError("this model is parallelized already", got=type(model).__name__)
     return assemble(

@@ -19,6 +19,7 @@ from oslo_engine.construct import initialize_parallel, load_parallel
 from oslo_engine.errors import UnsupportedError
 from oslo_engine.generation.agreement import AgreeOnTokens, refuse_what_ranks_cannot_agree_on
 from oslo_engine.integrations.deepspeed import meet_engine
+from oslo_engine.integrations.peft import refuse_adapters
 from oslo_engine.pipeline.forward import run_forward, train_step
 from oslo_engine.rewrite.state import ParallelState, parallel_state
 
@@ -156,6 +157,10 @@ def with_parallel_methods(cls: type) -> type:
 
     @functools.wraps(original)  # generate() and Trainer read the signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run_forward(self, original, args, kwargs) if "_oslo" in self.__dict__ else original(self, *args, **kwargs)
+        if "_oslo" not in self.__dict__:
+            return original(self, *args, **kwargs)
+        if self._parallel.plan.topology.tp > 1:
+            refuse_adapters(self, "the model's forward")
+        return run_forward(self, original, args, kwargs)
 
     return type(cls.__name__, (ParallelMethods, cls), {**names, "forward": forward})
