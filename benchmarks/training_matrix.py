@@ -97,7 +97,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     lines = [
         "# Training a split model beside one process",
         "",
-        f"`python -m benchmarks.training_matrix`: {STEPS} steps of AdamW, clipping at 0.5, models of 4 blocks x 32 features, CPU,",
+        f"`python -m benchmarks.training_matrix`: {STEPS} steps of AdamW, clipping at 0.5, 4 blocks x 32 features, CPU,",
         "gloo. Differences are the largest over ranks and steps. Rows in bfloat16 round differently and are not judged.",
         "",
         "| model | layout | how | loss | norm | weight | CPU s (one process) | MiB a step | |",
