@@ -15,6 +15,7 @@ from oslo_engine.footprint.workload import Workload
 from oslo_engine.fusion.fuse import fuse as fuse_model
 from oslo_engine.fusion.fuse import unfuse
 from oslo_engine.fusion.targets import parse_targets
+from oslo_engine.integrations.peft import refuse_adapters
 from oslo_engine.methods import with_parallel_methods
 from oslo_engine.placement.device_map import DeviceMap
 from oslo_engine.placement.place import lift, place
@@ -89,6 +90,8 @@ def parallelize(
         return place(model, device_map, placed_class, max_memory=max_memory, workload=workload)
     if max_memory is not None or workload is not None:
         raise PlanError("max_memory and workload belong to a device map", hint='pass device_map="balanced" too')
+    if tp * pp > 1:
+        refuse_adapters(model, "parallelize")
     if "_oslo" in model.__dict__:
         raise PlanError("this model is parallelized already", got=type(model).__name__)
     fusion = model.__dict__.get("_oslo_fusion")

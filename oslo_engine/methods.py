@@ -29,6 +29,7 @@ from oslo_engine.generation.proposals import agree_on_proposals
 from oslo_engine.generation.run import run_generate
 from oslo_engine.generation.stopping import AgreedCriteria
 from oslo_engine.integrations.deepspeed import meet_engine
+from oslo_engine.integrations.peft import refuse_adapters
 from oslo_engine.pipeline.forward import run_forward, train_step
 from oslo_engine.placement.place import Placement, lift, place, placement_of
 from oslo_engine.rewrite.state import ParallelState, parallel_state
@@ -285,6 +286,10 @@ def with_parallel_methods(cls: type) -> type:
 
     @functools.wraps(original)  # generate() and Trainer read the signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run_forward(self, original, args, kwargs) if "_oslo" in self.__dict__ else original(self, *args, **kwargs)
+        if "_oslo" not in self.__dict__:
+            return original(self, *args, **kwargs)
+        if self._parallel.plan.topology.tp > 1:
+            refuse_adapters(self, "the model's forward")
+        return run_forward(self, original, args, kwargs)
 
     return type(cls.__name__, (ParallelMethods, cls), {**names, "forward": forward})

@@ -17,10 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from oslo_engine.checkpoint.resume import load_training
+from oslo_engine.checkpoint.skeleton import transformers_class
 from oslo_engine.checkpoint.training import save_training
 from oslo_engine.errors import UnsupportedError
 from oslo_engine.integrations.accelerate import adopt
 from oslo_engine.integrations.peft import split_model_in
+from oslo_engine.pipeline.loss_check import divides_by_count
+from oslo_engine.rewrite.skeleton import skeleton
 from oslo_engine.rewrite.state import ParallelState, parallel_state
 
 
@@ -45,6 +48,13 @@ class SplitTraining:
     @property
     def _parallel(self) -> ParallelState:
         return parallel_state(self._split)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self._split is not None and self.model_accepts_loss_kwargs:
+            # Some models take num_items_in_batch and ignore it; Trainer would scale their loss by the number of copies.
+            twin = skeleton(transformers_class(type(self._split)), self._split.config).train()
+            self.model_accepts_loss_kwargs = divides_by_count(twin)
 
     def create_accelerator_and_postprocess(self: Any) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]

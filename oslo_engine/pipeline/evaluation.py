@@ -58,7 +58,9 @@ def evaluate(program: ModelProgram, module: nn.Module, kwargs: Mapping[str, Any]
             given["use_cache"] = False
     micros = _micro_batches(program, given, whole=cache is not None)
     if any("label" in name for name in given):
-        micros = weigh_by_labels(micros, shift_labels=program.shifts_labels)
+        if given.get("num_items_in_batch") is not None:
+            program.check_loss()
+        micros = weigh_by_labels(micros, shift_labels=program.shifts_labels, divides_by_count=program.divides_by_count)
     program.runtime.refuse_open_loop()
     outputs = program.runtime.evaluate(program.prepared(micros, module, given))
     merged = None if outputs is None else _merge(outputs, micros)

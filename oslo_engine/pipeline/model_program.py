@@ -23,7 +23,7 @@ from oslo_engine.pipeline.evaluation import evaluate
 from oslo_engine.pipeline.fully_sharded import FullyShardedGradients, divided_parameters, fully_sharded
 from oslo_engine.pipeline.ghost_cache import caches_of_stages
 from oslo_engine.pipeline.loop import PipelineLoop, open_loop, train_step
-from oslo_engine.pipeline.loss_check import check_loss_adds_up
+from oslo_engine.pipeline.loss_check import check_loss_adds_up, divides_by_count
 from oslo_engine.pipeline.micro_batch import MicroBatch, split_batch, weigh_by_labels
 from oslo_engine.pipeline.runtime import PipelineRuntime
 from oslo_engine.pipeline.stage import StageDone, StageRun
@@ -60,6 +60,7 @@ class ModelProgram:
         self.whole_outputs = False  # whether its caller wants to see the logits
         self.outputs_described: dict[Any, Any] = {}  # of the calls of this generate()
         self.writes_logits = False  # whether it writes into them, which assisted generation does
+        self.divides_by_count = True  # whether that one heeds num_items_in_batch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelProgram:
         raise UnsupportedError("a model that was split into a pipeline cannot be copied", hint="copy it before parallelize")
@@ -173,12 +174,13 @@ class ModelProgram:
         kwargs = {name: value for name, value in batch.items() if value is not None}
         _refuse_packed_without_mask(kwargs, self.model)
         kwargs["use_cache"] = False
-        self._check_loss()
-        micros = weigh_by_labels(split_batch(kwargs, self.state.micro_batch_size), shift_labels=self.shifts_labels)
+        self.check_loss()
+        micros = split_batch(kwargs, self.state.micro_batch_size)
+        micros = weigh_by_labels(micros, shift_labels=self.shifts_labels, divides_by_count=self.divides_by_count)
         self.runtime.check(micros)
         return self.prepared(micros, self.model, kwargs)
 
-    def _check_loss(self) -> None:
+    def check_loss(self) -> None:
         """Once for each loss function: the class's own, or one that was set on the model."""
         chosen = vars(self.model).get("_loss_function")
         if chosen is not self._loss_checked:
@@ -187,6 +189,7 @@ class ModelProgram:
                 twin.loss_function = chosen  # type: ignore[method-assign, assignment]
             twin.train()
             check_loss_adds_up(twin, shift_labels=self.shifts_labels)
+            self.divides_by_count = divides_by_count(twin)
             self._loss_checked = chosen
 
     def _refuse_collected(self, kwargs: Mapping[str, Any]) -> None:

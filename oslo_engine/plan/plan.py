@@ -167,6 +167,10 @@ class Plan:
         found = self._by_name.get(name)
         return self._by_name[_WRAPPERS.sub("", name)] if found is None else found
 
+    def knows(self, name: str) -> bool:
+        """Whether ``tensor`` finds one of this name."""
+        return name in self._by_name or _WRAPPERS.sub("", name) in self._by_name
+
     @property
     def _by_name(self) -> dict[str, TensorPlan]:
         table: dict[str, TensorPlan] | None = self.__dict__.get("_table")

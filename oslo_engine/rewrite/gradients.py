@@ -110,8 +110,15 @@ class Answer(Enum):
 
 
 def answer_for(state: ParallelState, name: str) -> Answer:
-    """What this rank answers for of one of its parameters."""
-    at, tensor = state.mesh.at, state.plan.tensor(name)
+    """What this rank answers for of one of its parameters.
+
+    Raises:
+        KeyError: it was added after the model was split by tensor parallelism.
+    """
+    at = state.mesh.at
+    if state.plan.topology.tp == 1 and not state.plan.knows(name):
+        return Answer.ALL  # an adapter's, in a block, which one stage holds
+    tensor = state.plan.tensor(name)
     if at.pp_rank != state.plan.holders(tensor)[0]:
         return Answer.NOTHING
     if tensor.shard is None:

@@ -18,16 +18,18 @@ from training_runs import Recipe, batches, differences, train_rank, train_unspli
 RUNS = [
     Recipe(tp=2, dp=2, wrapper="ddp", accumulation=2),
     Recipe(pp=2, dp=2, wrapper="ddp", accumulation=2),
-    Recipe("t5", pp=2, dp=2, wrapper="ddp", schedule="gpipe"),
     Recipe(tp=2, dp=2, wrapper="fsdp2", accumulation=2),
     Recipe(pp=2, dp=2, wrapper="fsdp2", accumulation=2),
+]
+SLOW_RUNS = [
+    Recipe("t5", pp=2, dp=2, wrapper="ddp", schedule="gpipe"),
     Recipe("t5", pp=2, dp=2, wrapper="fsdp2"),
     Recipe("llama", tp=2, dp=2, wrapper="fsdp2", checkpointing=True),
     Recipe("llama", pp=2, dp=2, wrapper="fsdp2", schedule="interleaved", checkpointing=True),
 ]
 
 
-@pytest.mark.parametrize("recipe", RUNS, ids=str)
+@pytest.mark.parametrize("recipe", [*RUNS, *(pytest.param(run, marks=pytest.mark.slow) for run in SLOW_RUNS)], ids=str)
 def test_losses_norms_and_weights_are_those_of_one_process(rank_pool: Any, recipe: Recipe) -> None:
     found = differences(recipe, train_unsplit(recipe), rank_pool(4).run(train_rank, recipe))
     assert found["loss"] < 1e-5

@@ -73,27 +73,27 @@ def curve(trainer: Any, name: str = "loss") -> list[float]:
 
 
 def reference_trainer(folder: Path, name: str = "gpt2", **more: Any) -> Any:
-    from transformers import Trainer, TrainingArguments
+    import transformers
 
-    model, _ = unsplit(Recipe(name))
-    return Trainer(
-        model=model,
-        args=arguments(TrainingArguments, folder, 1, **more),
-        train_dataset=Texts(),
-        eval_dataset=Texts(11, seed=1),
-        data_collator=collate,
-    )
+    return trainer_of(transformers, unsplit(Recipe(name))[0], folder, 1, **more)
 
 
 def split_trainer(folder: Path, tp: int, pp: int, name: str = "gpt2", **more: Any) -> Any:
     as_launched()
     model, _ = unsplit(Recipe(name))
     oslo.parallelize(model, tp=tp, pp=pp)
-    copies = model.mpu.get_data_parallel_world_size()
-    return oslo.Trainer(
+    return trainer_of(oslo, model, folder, model.mpu.get_data_parallel_world_size(), **more)
+
+
+def trainer_of(package: Any, model: Any, folder: Path, copies: int, *, generate: bool = False, **more: Any) -> Any:
+    """The Trainer of ``package``; generate: Seq2SeqTrainer, predicting with it."""
+    kind = "Seq2SeqTrain" if generate else "Train"
+    if generate:
+        more |= {"predict_with_generate": True, "generation_max_length": 8}
+    return getattr(package, f"{kind}er")(
         model=model,
-        args=arguments(oslo.TrainingArguments, folder, copies, **more),
-        train_dataset=Texts(),
+        args=arguments(getattr(package, f"{kind}ingArguments"), folder, copies, **more),
+        train_dataset=Texts(fixed=6 if generate else 0),  # T5 takes the mean over a batch, and copies have a part each
         eval_dataset=Texts(11, seed=1),
         data_collator=collate,
     )
