@@ -191,9 +191,16 @@ class _Fuser:
             return False
         if kernel in _SUMS:
             return True
-        why_not = self._why_no_source(firing) or self._compared(firing)
+        why_not = self._why_no_source(firing) or self._compared(firing) or self._beside_another(firing)
         self.places.append(Place(where, kernel, why_not))
         return not why_not
+
+    def _beside_another(self, firing: Firing) -> str:
+        """What no module of its own makes wait is let wait for a scope as a whole, so one that is wrong there spoils all."""
+        if firing.source or not firing.scope:
+            return ""
+        beside = (other for other in self._evidence.firings if (other.kernel, other.scope) == (firing.kernel, firing.scope))
+        return next((f"{other.module} lies in the same block: {why}" for other in beside if (why := self._compared(other))), "")
 
     def _why_no_source(self, firing: Firing) -> str:
         module = self.modules.get(firing.source)

@@ -101,9 +101,10 @@ class Rotation:
 
     @property
     def repeats(self) -> bool:
-        """Whether both halves meet the same angles. Looks at values."""
+        """Whether both halves meet the same angles, and there are any. Looks at values."""
         half = self.x.shape[-1] // 2
-        return all(bool(torch.equal(table[..., :half], table[..., half:])) for table in (self.cos, self.sin))
+        turns = bool((self.sin != 0).any())  # a model on meta has no frequencies, and all angles would be 0
+        return turns and all(bool(torch.equal(table[..., :half], table[..., half:])) for table in (self.cos, self.sin))
 
 
 def second_half_of(first: Tensor, second: Tensor) -> bool:
