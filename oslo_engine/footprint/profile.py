@@ -100,7 +100,7 @@ def profile_step(model: PreTrainedModel, plan: Plan, workload: Workload) -> Step
 
 @contextlib.contextmanager
 def _one_text_a_row() -> Iterator[None]:
-    """Transformers looks into position ids for several texts in a row; in fake ones it could not, and would prepare for them."""
+    """Transformers looks at position ids for several texts in a row; at fake ones it cannot, and would prepare for them."""
     before = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None  # type: ignore[assignment]
     try:

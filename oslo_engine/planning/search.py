@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from oslo_engine.errors import OsloError
+from oslo_engine.footprint.resident import resident
 from oslo_engine.planning.candidates import Candidate, candidates
 from oslo_engine.planning.estimate import Estimate, estimate, resident_bytes
 from oslo_engine.planning.model_plans import ModelPlans
@@ -45,7 +46,10 @@ def least_gpus(plans: ModelPlans, question: Question) -> tuple[int, Estimate] | 
 
     More copies could share an optimizer through ZeRO; that is left out.
     """
+    whole = resident(plans.plan(1, 1), 0, 0, question.workload).total
     for gpus in _sizes(question.cluster.node_size, plans.num_blocks):
+        if whole > gpus * question.cluster.memory:  # what every rank holds besides only adds to it
+            continue
         asked = replace(question, cluster=replace(question.cluster, gpus=gpus), batch=gpus)
         found = list(_one_copy_that_fits(plans, asked))
         if found:
@@ -55,7 +59,7 @@ def least_gpus(plans: ModelPlans, question: Question) -> tuple[int, Estimate] | 
 
 def _one_copy_that_fits(plans: ModelPlans, question: Question) -> Iterator[Estimate]:
     for candidate in _candidates(plans, question):
-        if candidate.dp > 1 or candidate.rows > 1:
+        if candidate.dp > 1 or candidate.rows > 1 or candidate.schedule != "1f1b":
             continue
         try:
             if resident_bytes(plans, question, candidate) <= question.cluster.memory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -50,8 +50,8 @@ def rank_messages(
         actions: of this rank in one batch.
     """
     count = _Count()
-    for action in actions:
-        _count_action(count, action, costs, plan)
+    for (stage, kind), times in Counter((action.stage, action.kind) for action in actions).items():
+        _count_actions(count, kind, times, costs[stage])
     if plan.topology.pp > 1 and workload.trains:
         _count_losses(count, plan, pp_rank, candidate.micro_batches)
         _count_shared(count, plan, pp_rank)
@@ -61,27 +61,26 @@ def rank_messages(
     return {key: Messages(*entry) for key, entry in count.found.items()}
 
 
-def _count_action(count: _Count, action: Action, costs: Sequence[StageCosts], plan: Plan) -> None:
-    cost = costs[action.stage]
-    match action.kind:
+def _count_actions(count: _Count, kind: ActionKind, times: int, cost: StageCosts) -> None:
+    match kind:
         case ActionKind.FORWARD:
-            for kind, (calls, size) in cost.forward.traffic.items():
-                count.add("tp", kind, calls, size)
+            for collective, (calls, size) in cost.forward.traffic.items():
+                count.add("tp", collective, times * calls, times * size)
         case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
-            for kind, (calls, size) in cost.backward.traffic.items():
-                count.add("tp", kind, calls, size)
+            for collective, (calls, size) in cost.backward.traffic.items():
+                count.add("tp", collective, times * calls, times * size)
         case ActionKind.SEND_FORWARD:
-            _count_values(count, "send", cost.sent, header=action.micro == 0)
+            _count_values(count, "send", times, cost.sent, header=True)
         case ActionKind.RECEIVE_FORWARD:
-            _count_values(count, "recv", cost.received, header=action.micro == 0)
+            _count_values(count, "recv", times, cost.received, header=True)
         case ActionKind.SEND_BACKWARD:
-            _count_values(count, "send", [value for value in cost.received if value.has_gradient], header=False)
+            _count_values(count, "send", times, [value for value in cost.received if value.has_gradient], header=False)
         case ActionKind.RECEIVE_BACKWARD:
-            _count_values(count, "recv", [value for value in cost.sent if value.has_gradient], header=False)
+            _count_values(count, "recv", times, [value for value in cost.sent if value.has_gradient], header=False)
 
 
-def _count_values(count: _Count, kind: str, values: Sequence[SentValue], *, header: bool) -> None:
-    count.add("pp", kind, len(values), sum(value.bytes for value in values))
+def _count_values(count: _Count, kind: str, times: int, values: Sequence[SentValue], *, header: bool) -> None:
+    count.add("pp", kind, times * len(values), times * sum(value.bytes for value in values))
     if header:  # once a batch, on the control group: its length; then who, how many, and what each tensor is
         numbers = 5 + sum(3 + value.num_dims for value in values)
         count.add("pp", kind, 2, _NUMBER * (1 + numbers))
