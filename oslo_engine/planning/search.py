@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from oslo_engine.errors import OsloError
-from oslo_engine.footprint.resident import resident
 from oslo_engine.planning.candidates import Candidate, candidates
 from oslo_engine.planning.estimate import Estimate, estimate, resident_bytes
 from oslo_engine.planning.model_plans import ModelPlans
@@ -46,7 +45,7 @@ def least_gpus(plans: ModelPlans, question: Question) -> tuple[int, Estimate] | 
 
     More copies could share an optimizer through ZeRO; that is left out.
     """
-    whole = resident(plans.plan(1, 1), 0, 0, question.workload).total
+    whole = plans.lay(1, 1).held(question.workload)[0].resident.total
     for gpus in _sizes(question.cluster.node_size, plans.num_blocks):
         if whole > gpus * question.cluster.memory:  # what every rank holds besides only adds to it
             continue
