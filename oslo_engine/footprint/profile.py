@@ -6,8 +6,9 @@ shapes and no data.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from oslo_engine.comm.random import RandomStreams
 from oslo_engine.errors import UnsupportedError
@@ -78,7 +79,7 @@ def profile_step(model: PreTrainedModel, plan: Plan, workload: Workload) -> Step
         live.leave_out(_all_tensors(model, batch))
         sent = _watch_blocks(model, plan.blocks, live)
         try:
-            with live, torch.set_grad_enabled(workload.trains):
+            with live, torch.set_grad_enabled(workload.trains), _one_text_a_row():
                 live.begin(("forward", OUTSIDE))
                 output = model(**batch)
                 if workload.trains:
@@ -95,6 +96,17 @@ def profile_step(model: PreTrainedModel, plan: Plan, workload: Workload) -> Step
             ) from error
     forward = tuple(segment for segment in live.segments if segment.label[0] == "forward")
     return StepProfile(forward, tuple(live.segments[len(forward) :]), sent)
+
+
+@contextlib.contextmanager
+def _one_text_a_row() -> Iterator[None]:
+    """Transformers looks at position ids for several texts in a row; at fake ones it cannot, and would prepare for them."""
+    before = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = before
 
 
 def text_batch(model: PreTrainedModel, workload: Workload) -> dict[str, Any]:

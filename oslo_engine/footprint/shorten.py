@@ -1,4 +1,4 @@
-"""A deep model with two blocks of every kind: what its others cost follows from those."""
+"""A deep model with three blocks of every kind: what its others cost follows from those."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-_KEPT = 2  # the first of a kind makes what the others share, such as masks; the second is like all that follow
+# The first of a kind makes what the others share in the forward, such as masks, the last one what they share in the backward,
+# such as the gradient of an encoder's output. Those between are alike.
+_KEPT = 3
 _PLACES = ("idx", "index", "layer_number", "layer_id")
 
 
@@ -23,7 +25,7 @@ class Shortened:
 
 
 def shorten(model: PreTrainedModel, blocks: Sequence[str]) -> Shortened:
-    """Leave out, in place, blocks that are like two others of their list.
+    """Leave out, in place, blocks that are like three others of their list.
 
     Args:
         model: on meta.
@@ -41,11 +43,11 @@ def shorten(model: PreTrainedModel, blocks: Sequence[str]) -> Shortened:
         of_kind: dict[Any, list[int]] = defaultdict(list)
         for number, module in enumerate(modules):
             of_kind[_kind(module)].append(number)
-        kept = sorted(number for numbers in of_kind.values() for number in numbers[:_KEPT])
+        kept = sorted(number for numbers in of_kind.values() for number in {*numbers[:2], numbers[-1]})
         for numbers in of_kind.values():
             for place, number in enumerate(numbers):
-                like = kept.index(numbers[min(place, _KEPT - 1, len(numbers) - 1)])
-                stands_for[members[number]] = f"{path}.{like}"
+                like = number if place in (0, len(numbers) - 1) else numbers[1]
+                stands_for[members[number]] = f"{path}.{kept.index(like)}"
         _replace(model, path, nn.ModuleList([modules[number] for number in kept]))
     return Shortened(model, stands_for)
 

@@ -134,6 +134,12 @@ def next_forward(actions: Sequence[Action], start: int) -> int:
     return next((at for at in range(start, len(actions)) if actions[at].kind is ActionKind.FORWARD), len(actions))
 
 
+def takes(schedule: str, pp: int, num_micro_batches: int) -> bool:
+    """Whether a schedule can train on this number of micro-batches."""
+    _check_name(schedule)
+    return num_micro_batches >= pp and (schedule not in _IN_ROUNDS or _fits_rounds(pp, num_micro_batches))
+
+
 def _check_name(schedule: str) -> None:
     if schedule not in SCHEDULES:
         raise PlanError("there is no such pipeline schedule", expected="one of " + ", ".join(SCHEDULES), got=repr(schedule))

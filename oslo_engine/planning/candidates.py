@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from oslo_engine.errors import OsloError
 from oslo_engine.footprint.workload import Workload
-from oslo_engine.pipeline.orders import num_stages, schedule_orders
+from oslo_engine.pipeline.orders import num_stages, takes
 from oslo_engine.planning.question import Question
 
 _SCHEDULES = ("1f1b", "interleaved", "zero-bubble-v")
@@ -74,18 +73,8 @@ def _batches(question: Question, num_blocks: int, pp: int, dp: int) -> Iterator[
         if share % rows or not pp <= count <= max(_MOST_MICRO_BATCHES, share if rows == _MOST_ROWS else 0):
             continue
         for schedule in _SCHEDULES if pp > 1 else ("1f1b",):
-            if num_stages(schedule, pp) <= num_blocks and _takes(schedule, pp, count):
+            if num_stages(schedule, pp) <= num_blocks and takes(schedule, pp, count):
                 yield schedule, rows, count
-
-
-def _takes(schedule: str, pp: int, micro_batches: int) -> bool:
-    if schedule == "1f1b":
-        return True
-    try:
-        schedule_orders(schedule, pp, micro_batches)
-    except OsloError:
-        return False
-    return True
 
 
 def _zero_stages(dp: int, pp: int) -> tuple[int, ...]:

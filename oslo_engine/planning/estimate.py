@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from oslo_engine.footprint.resident import Resident, resident
+from oslo_engine.footprint.resident import Resident
 from oslo_engine.pipeline.orders import Action, ActionKind, Orders, forward_orders, schedule_orders
-from oslo_engine.plan.plan import Plan
 from oslo_engine.planning.candidates import Candidate
-from oslo_engine.planning.model_plans import Carried, ModelPlans
+from oslo_engine.planning.model_plans import ModelPlans
 from oslo_engine.planning.question import Question
 from oslo_engine.planning.rank_walk import fill_rank
 from oslo_engine.planning.stage_costs import stage_costs
@@ -24,13 +23,16 @@ from oslo_engine.topology import Topology
 class RankEstimate:
     """One kind of rank: all tp and dp ranks of a pp rank, the fullest of them.
 
-    activations: the most bytes in a step besides what is resident. in_flight: micro-batches between forward and backward.
+    numel: entries of its parameters.
+    activations: the most bytes in a step besides what is resident.
+    in_flight: micro-batches between forward and backward.
     messages: of a step, by axis and kind.
     """
 
     pp_rank: int
     stages: tuple[int, ...]
     resident: Resident
+    numel: int
     activations: int
     in_flight: int
     messages: Mapping[tuple[str, str], Messages]
@@ -66,9 +68,8 @@ class Estimate:
 
 def resident_bytes(plans: ModelPlans, question: Question, candidate: Candidate) -> int:
     """What the fullest rank holds before it computes anything: quick to count, and often too much already. Raises as below."""
-    plan = _plan_of(plans, candidate)[0]
-    ranks = range(candidate.pp)
-    return max(resident(plan, rank, 0, question.workload, zero=candidate.zero).total for rank in ranks)
+    held = plans.lay(candidate.tp, candidate.pp, candidate.schedule, candidate.sequence_parallel).held(question.workload)
+    return max(each.resident.divided(candidate.dp, candidate.zero).total for each in held)
 
 
 def estimate(plans: ModelPlans, question: Question, candidate: Candidate) -> Estimate:
@@ -77,33 +78,30 @@ def estimate(plans: ModelPlans, question: Question, candidate: Candidate) -> Est
         PolicyError, PlanError, UnsupportedError: the engine could not run it, or its cost cannot be measured.
     """
     workload = dataclasses.replace(question.workload, rows=candidate.rows, checkpointing=candidate.checkpointing)
-    plan, carried = _plan_of(plans, candidate)
+    laid = plans.lay(candidate.tp, candidate.pp, candidate.schedule, candidate.sequence_parallel)
+    topology = Topology(tp=candidate.tp, pp=candidate.pp, dp=candidate.dp)
+    plan = dataclasses.replace(laid.plan, topology=topology, schedule=candidate.schedule)
     blocks = plans.costs(candidate.tp, workload, sequence_parallel=candidate.sequence_parallel)
-    costs = stage_costs(blocks, plan, carried)
+    costs = stage_costs(blocks, plan, laid.carried)
     orders = orders_of(candidate, trains=workload.trains)
     ranks = []
-    for pp_rank, actions in enumerate(orders.actions):
+    for pp_rank, (actions, held) in enumerate(zip(orders.actions, laid.held(question.workload), strict=True)):
         filling = fill_rank(actions, costs)
         ranks.append(
             RankEstimate(
                 pp_rank,
                 plan.stages_of(pp_rank),
-                resident(plan, pp_rank, 0, workload, zero=candidate.zero),
+                held.resident.divided(candidate.dp, candidate.zero),
+                held.numel,
                 filling.peak_bytes,
                 filling.in_flight,
-                rank_messages(plan, costs, actions, pp_rank, candidate, workload),
+                rank_messages(plan, held, costs, actions, pp_rank, candidate, workload),
             )
         )
     bubble, seconds, limit = step_time(plan, question, candidate, ranks)
     if max(rank.total for rank in ranks) > question.cluster.memory:
         limit = "memory"
     return Estimate(candidate, tuple(ranks), bubble, seconds, limit)
-
-
-def _plan_of(plans: ModelPlans, candidate: Candidate) -> tuple[Plan, Carried]:
-    laid = plans.lay(candidate.tp, candidate.pp, candidate.schedule, candidate.sequence_parallel)
-    topology = Topology(tp=candidate.tp, pp=candidate.pp, dp=candidate.dp)
-    return dataclasses.replace(laid.plan, topology=topology, schedule=candidate.schedule), laid.carried
 
 
 @lru_cache(maxsize=512)

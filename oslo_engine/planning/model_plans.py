@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from transformers import PreTrainedModel
 
 from oslo_engine.errors import OsloError, PolicyError, UnsupportedError
 from oslo_engine.footprint.profile import StepProfile, profile_step
-from oslo_engine.footprint.shorten import shorten
+from oslo_engine.footprint.resident import Held, held_by_ranks
+from oslo_engine.footprint.shorten import Shortened, shorten
 from oslo_engine.footprint.workload import Workload
 from oslo_engine.pipeline.orders import rank_of_stage
 from oslo_engine.plan.plan import Plan
@@ -36,6 +36,14 @@ class Laid:
 
     plan: Plan
     carried: Carried = ((),)
+    _held: dict[str, tuple[Held, ...]] = field(default_factory=dict, repr=False, compare=False)
+
+    def held(self, workload: Workload) -> tuple[Held, ...]:
+        """What every pp rank holds, counted once for each kind of optimizer."""
+        key = workload.optimizer if workload.trains else ""
+        if key not in self._held:
+            self._held[key] = held_by_ranks(self.plan, workload)
+        return self._held[key]
 
 
 class ModelPlans:
@@ -55,7 +63,6 @@ class ModelPlans:
         self._laid: dict[Any, Laid | OsloError] = {}
         self._profiles: dict[Any, StepProfile] = {}
         self._costs: dict[Any, BlockCosts] = {}
-        self._stands_for: Mapping[str, str] = {}
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -67,6 +74,10 @@ class ModelPlans:
     def _flows(self) -> FlowBook:
         whole = self.plan(1, 1)
         return FlowBook(skeleton(self.model, dtype=self.dtype), whole.blocks)
+
+    @cached_property
+    def _short(self) -> Shortened:
+        return shorten(skeleton(self.model, dtype=self.dtype), self.plan(1, 1).blocks)
 
     @property
     def num_blocks(self) -> int:
@@ -116,16 +127,15 @@ class ModelPlans:
         key = (tp, workload, sequence_parallel)
         if key not in self._costs:
             one, two = (self._profile(tp, workload.with_rows(rows), sequence_parallel) for rows in (1, 2))
-            self._costs[key] = BlockCosts(with_rows(one, two, workload.rows), self._stands_for)
+            self._costs[key] = BlockCosts(with_rows(one, two, workload.rows), self._short.stands_for)
         return self._costs[key]
 
     def _profile(self, tp: int, workload: Workload, sequence_parallel: bool) -> StepProfile:
         key = (tp, workload, sequence_parallel)
         if key not in self._profiles:
-            short = shorten(skeleton(self.model, dtype=self.dtype), self.plan(1, 1).blocks)
-            plan = plan_model(short.model, self.policy, Topology(tp=tp), sequence_parallel=sequence_parallel)
-            self._profiles[key] = profile_step(short.model, plan.plan, workload)
-            self._stands_for = short.stands_for
+            short = skeleton(self._short.model, dtype=self.dtype)
+            plan = plan_model(short, self.policy, Topology(tp=tp), sequence_parallel=sequence_parallel)
+            self._profiles[key] = profile_step(short, plan.plan, workload)
         return self._profiles[key]
 
     def _make(

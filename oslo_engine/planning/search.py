@@ -45,7 +45,10 @@ def least_gpus(plans: ModelPlans, question: Question) -> tuple[int, Estimate] | 
 
     More copies could share an optimizer through ZeRO; that is left out.
     """
+    whole = plans.lay(1, 1).held(question.workload)[0].resident.total
     for gpus in _sizes(question.cluster.node_size, plans.num_blocks):
+        if whole > gpus * question.cluster.memory:  # what every rank holds besides only adds to it
+            continue
         asked = replace(question, cluster=replace(question.cluster, gpus=gpus), batch=gpus)
         found = list(_one_copy_that_fits(plans, asked))
         if found:
@@ -55,7 +58,7 @@ def least_gpus(plans: ModelPlans, question: Question) -> tuple[int, Estimate] | 
 
 def _one_copy_that_fits(plans: ModelPlans, question: Question) -> Iterator[Estimate]:
     for candidate in _candidates(plans, question):
-        if candidate.dp > 1 or candidate.rows > 1:
+        if candidate.dp > 1 or candidate.rows > 1 or candidate.schedule != "1f1b":
             continue
         try:
             if resident_bytes(plans, question, candidate) <= question.cluster.memory:

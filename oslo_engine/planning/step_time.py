@@ -6,7 +6,6 @@ they cross, nothing overlapping. It says which layout is better, not how many se
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Protocol
@@ -25,6 +24,9 @@ _TERA = 1e12
 
 class _Rank(Protocol):
     @property
+    def numel(self) -> int: ...
+
+    @property
     def messages(self) -> Mapping[tuple[str, str], Messages]: ...
 
 
@@ -33,7 +35,7 @@ def step_time(plan: Plan, question: Question, candidate: Candidate, ranks: Seque
     work = question.workload
     tokens = candidate.rows * candidate.micro_batches * (work.length + (work.target_length if _has_two(plan) else 0))
     passes = (3 + candidate.checkpointing) if work.trains else 1  # a backward computes twice as much as a forward
-    parameters = max(_numel_on(plan, pp_rank) for pp_rank in range(candidate.pp))
+    parameters = max(rank.numel for rank in ranks)
     computing = _FORWARD_FLOPS * parameters * tokens * passes / (question.cluster.tflops * _TERA)
     if _has_two(plan):
         computing /= 2  # every token passes one of the two halves
@@ -66,10 +68,6 @@ def pipeline_bubble(schedule: str, pp: int, micro_batches: int) -> float:
 
 def _has_two(plan: Plan) -> bool:
     return len(plan.stacks) > 1
-
-
-def _numel_on(plan: Plan, pp_rank: int) -> int:
-    return sum(math.prod(tensor.local_shape(0)) for tensor in plan.held_by(pp_rank) if not tensor.is_buffer)
 
 
 def _reach(axis: str, candidate: Candidate) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from oslo_engine.footprint.profile import SentValue
+from oslo_engine.footprint.resident import Held, Parameter
 from oslo_engine.footprint.workload import Workload
 from oslo_engine.pipeline.orders import Action, ActionKind
 from oslo_engine.plan.plan import Plan
@@ -41,47 +39,52 @@ class _Count:
 
 
 def rank_messages(
-    plan: Plan, costs: Sequence[StageCosts], actions: Sequence[Action], pp_rank: int, candidate: Candidate, workload: Workload
+    plan: Plan,
+    held: Held,
+    costs: Sequence[StageCosts],
+    actions: Sequence[Action],
+    pp_rank: int,
+    candidate: Candidate,
+    workload: Workload,
 ) -> dict[tuple[str, str], Messages]:
     """By (axis, kind of collective): axis "tp", "pp", "shared" (parameters that several stages hold) or "dp".
 
     Args:
+        held: by this rank.
         costs: of every stage.
         actions: of this rank in one batch.
     """
     count = _Count()
-    for action in actions:
-        _count_action(count, action, costs, plan)
+    for (stage, kind), times in Counter((action.stage, action.kind) for action in actions).items():
+        _count_actions(count, kind, times, costs[stage])
     if plan.topology.pp > 1 and workload.trains:
         _count_losses(count, plan, pp_rank, candidate.micro_batches)
-        _count_shared(count, plan, pp_rank)
+        _count_shared(count, held)
     if plan.topology.dp > 1 and workload.trains:
-        sizes = [(size, dtype) for size, dtype, _ in _gradients(plan, pp_rank)]
-        count.add("dp", *_dp_collective(candidate.zero, sizes))
+        count.add("dp", *_dp_collective(candidate.zero, held.parameters))
     return {key: Messages(*entry) for key, entry in count.found.items()}
 
 
-def _count_action(count: _Count, action: Action, costs: Sequence[StageCosts], plan: Plan) -> None:
-    cost = costs[action.stage]
-    match action.kind:
+def _count_actions(count: _Count, kind: ActionKind, times: int, cost: StageCosts) -> None:
+    match kind:
         case ActionKind.FORWARD:
-            for kind, (calls, size) in cost.forward.traffic.items():
-                count.add("tp", kind, calls, size)
+            for collective, (calls, size) in cost.forward.traffic.items():
+                count.add("tp", collective, times * calls, times * size)
         case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
-            for kind, (calls, size) in cost.backward.traffic.items():
-                count.add("tp", kind, calls, size)
+            for collective, (calls, size) in cost.backward.traffic.items():
+                count.add("tp", collective, times * calls, times * size)
         case ActionKind.SEND_FORWARD:
-            _count_values(count, "send", cost.sent, header=action.micro == 0)
+            _count_values(count, "send", times, cost.sent, header=True)
         case ActionKind.RECEIVE_FORWARD:
-            _count_values(count, "recv", cost.received, header=action.micro == 0)
+            _count_values(count, "recv", times, cost.received, header=True)
         case ActionKind.SEND_BACKWARD:
-            _count_values(count, "send", [value for value in cost.received if value.has_gradient], header=False)
+            _count_values(count, "send", times, [value for value in cost.received if value.has_gradient], header=False)
         case ActionKind.RECEIVE_BACKWARD:
-            _count_values(count, "recv", [value for value in cost.sent if value.has_gradient], header=False)
+            _count_values(count, "recv", times, [value for value in cost.sent if value.has_gradient], header=False)
 
 
-def _count_values(count: _Count, kind: str, values: Sequence[SentValue], *, header: bool) -> None:
-    count.add("pp", kind, len(values), sum(value.bytes for value in values))
+def _count_values(count: _Count, kind: str, times: int, values: Sequence[SentValue], *, header: bool) -> None:
+    count.add("pp", kind, times * len(values), times * sum(value.bytes for value in values))
     if header:  # once a batch, on the control group: its length; then who, how many, and what each tensor is
         numbers = 5 + sum(3 + value.num_dims for value in values)
         count.add("pp", kind, 2, _NUMBER * (1 + numbers))
@@ -98,37 +101,29 @@ def _count_losses(count: _Count, plan: Plan, pp_rank: int, micro_batches: int) -
     count.add("pp", "allgather", 1, _NUMBER * _AGREED_NUMBERS)
 
 
-def _count_shared(count: _Count, plan: Plan, pp_rank: int) -> None:
-    by_holders: dict[tuple[int, ...], list[tuple[int, str]]] = defaultdict(list)
-    for size, dtype, holders in _gradients(plan, pp_rank):
-        if len(holders) > 1:
-            by_holders[holders].append((size, dtype))
-    for sizes in by_holders.values():
-        count.add("shared", "allreduce", _num_buckets(sizes), sum(size for size, _ in sizes))
+def _count_shared(count: _Count, held: Held) -> None:
+    by_holders: dict[tuple[int, ...], list[Parameter]] = defaultdict(list)
+    for parameter in held.parameters:
+        if len(parameter.holders) > 1:
+            by_holders[parameter.holders].append(parameter)
+    for together in by_holders.values():
+        count.add("shared", "allreduce", _num_buckets(together), sum(parameter.bytes for parameter in together))
 
 
-def _gradients(plan: Plan, pp_rank: int) -> Iterable[tuple[int, str, tuple[int, ...]]]:
-    """(bytes, dtype, pp ranks that hold it) of every parameter of a rank."""
-    for tensor in plan.held_by(pp_rank):
-        if not tensor.is_buffer:
-            dtype: torch.dtype = getattr(torch, tensor.dtype)
-            yield math.prod(tensor.local_shape(0)) * dtype.itemsize, tensor.dtype, plan.holders(tensor)
-
-
-def _num_buckets(sizes: Iterable[tuple[int, str]]) -> int:
-    """How many messages ``all_reduce_together`` makes of them."""
+def _num_buckets(parameters: Iterable[Parameter]) -> int:
+    """How many messages ``all_reduce_together`` makes of their gradients."""
     filled: dict[str, int] = {}
     buckets = 0
-    for size, dtype in sizes:
-        if dtype not in filled or filled[dtype] + size > _BUCKET_BYTES:
-            buckets, filled[dtype] = buckets + 1, 0
-        filled[dtype] += size
+    for parameter in parameters:
+        if parameter.dtype not in filled or filled[parameter.dtype] + parameter.bytes > _BUCKET_BYTES:
+            buckets, filled[parameter.dtype] = buckets + 1, 0
+        filled[parameter.dtype] += parameter.bytes
     return buckets
 
 
-def _dp_collective(zero: int, sizes: Sequence[tuple[int, str]]) -> tuple[str, int, int]:
+def _dp_collective(zero: int, parameters: Sequence[Parameter]) -> tuple[str, int, int]:
     """Gradients are summed; under ZeRO each rank gets its part of the sum, and gathers the weights that others have updated."""
-    total = sum(size for size, _ in sizes)
+    total = sum(parameter.bytes for parameter in parameters)
     if zero == 0:
-        return "allreduce", _num_buckets(sizes), total
-    return "reduce_scatter and allgather", 2 * _num_buckets(sizes), (3 if zero == 3 else 2) * total
+        return "allreduce", _num_buckets(parameters), total
+    return "reduce_scatter and allgather", 2 * _num_buckets(parameters), (3 if zero == 3 else 2) * total
