@@ -118,6 +118,10 @@ def test_split_and_merge_come_back_to_the_same_files(made: Path) -> None:
     assert said(run("data", "merge", *parts, "--output", merged)).startswith(f"{merged}: 41 documents")
     for end in (".bin", ".idx"):
         assert merged.with_suffix(end).read_bytes() == made.with_suffix(end).read_bytes()
+    for name in (*parts, merged):
+        assert "as in the manifest" in said(run("data", "verify", name))
+    assert "vocabulary 600" in said(run("data", "info", merged))
+    assert "out_valid" in said(run("data", "info", merged))
     refused(run("data", "merge", *parts, "--output", merged), "of that name", "--overwrite")
     refused(run("data", "split", made, "train=1.0"), "of that name")
     said(run("data", "merge", *parts[::-1], "--output", merged, "--overwrite"))
