@@ -14,8 +14,10 @@ import numpy as np
 
 from oslo_engine.data.format import as_tokens, bin_path, dtype_for, prefix_of, write_index
 from oslo_engine.data.indexed import IndexedDataset
-from oslo_engine.data.place import put_in_place
+from oslo_engine.data.place import put_in_place, write_manifest
 from oslo_engine.errors import DataError
+
+_ENDS = (".bin", ".idx", ".manifest.json")
 
 
 class IndexedDatasetBuilder:
@@ -42,7 +44,8 @@ class IndexedDatasetBuilder:
         self.prefix = prefix_of(name)
         self.dtype = dtype_for(vocab_size) if vocab_size is not None else np.dtype(dtype).newbyteorder("<")
         self._lengths, self._documents = array("i"), array("q", [0])
-        self._staged = {end: self.prefix.with_name(f".{self.prefix.name}.{os.getpid()}{end}") for end in (".bin", ".idx")}
+        self._staged = {end: self.prefix.with_name(f".{self.prefix.name}.{os.getpid()}{end}") for end in _ENDS}
+        self._manifest: dict[str, Any] | None = None
         try:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._file: IO[bytes] = open(self._staged[".bin"], "wb")  # noqa: SIM115 - open until finalize
@@ -83,6 +86,10 @@ class IndexedDatasetBuilder:
         with open(bin_path(other.prefix), "rb") as file, self._disk_errors():
             shutil.copyfileobj(file, self._file, 1 << 22)
 
+    def note(self, manifest: dict[str, Any]) -> None:
+        """What the manifest beside the files is to say; sizes and checksums are added. Without it there is none."""
+        self._manifest = manifest
+
     def finalize(self) -> None:
         """See everything to the disk and give the files their names, the index last."""
         with self._disk_errors():
@@ -91,7 +98,10 @@ class IndexedDatasetBuilder:
             self._file.close()
             lengths, documents = np.frombuffer(self._lengths, np.int32), np.frombuffer(self._documents, np.int64)
             write_index(self._staged[".idx"], self.dtype, lengths, documents)
-            put_in_place(self.prefix, self._staged[".bin"], self._staged[".idx"])
+            tokens, index, notes = (self._staged[end] for end in _ENDS)
+            if self._manifest is not None:
+                write_manifest(notes, self._manifest, {".bin": tokens, ".idx": index})
+            put_in_place(self.prefix, tokens, index, None if self._manifest is None else notes)
 
     def abandon(self) -> None:
         """Remove what was written."""

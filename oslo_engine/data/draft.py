@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -23,7 +22,7 @@ from typing import IO, Any
 import numpy as np
 
 from oslo_engine.data.format import write_index
-from oslo_engine.data.place import put_in_place, sync
+from oslo_engine.data.place import put_in_place, sync, write_manifest
 from oslo_engine.data.units import Problem, Result
 from oslo_engine.errors import DataError
 
@@ -170,10 +169,7 @@ class Draft:
             np.cumsum(counts, out=documents[1:])
             tokens, index, notes = (self.folder / name for name in ("tokens", "index", "manifest"))
             write_index(index, self._dtype, lengths, documents)
-            files = {".bin": tokens, ".idx": index}
-            sums = {end: {"bytes": path.stat().st_size, "sha256": sha256(path)} for end, path in files.items()}
-            notes.write_text(json.dumps(manifest | {"files": sums}, indent=2) + "\n", encoding="utf-8")
-            sync(notes)
+            write_manifest(notes, manifest, {".bin": tokens, ".idx": index})
             sync(self.folder)
             self._note({"finished": True})
             self._put_in_place()
@@ -204,8 +200,3 @@ class Draft:
                 got=error.strerror,
                 hint="what is done is kept: make room, and the same call goes on",
             ) from None
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oslo_engine.data.documents import LongText, documents_of
+from oslo_engine.data.documents import LongText, Texts, documents_of
 from oslo_engine.data.fast_bpe import FastEncoder
 from oslo_engine.data.format import as_tokens
 from oslo_engine.data.tokenizing import Encoder, TokenizerData, general_encoder, is_long, pieces_of
@@ -54,34 +54,33 @@ class UnitEncoder:
             if isinstance(found, Problem):
                 part.problems.append(found)
                 continue
-            texts: list[str] = []
-            length = 0
-            cut = self._encoder.may_cut
-            if any(isinstance(text, LongText) or (cut and is_long(text)) for text in found):
+            texts = self._whole(found)
+            if texts is not None:
+                waiting.append(texts)
+                size += sum(map(len, texts))
+            if texts is None or size >= _BATCH:
                 self._flush(part, waiting)
                 waiting, size = [], 0
-                for text in found:
-                    pieces = pieces_of(text.parts() if isinstance(text, LongText) else (text,))
-                    for piece in pieces:
-                        part.add_piece(self._encoder.encode([piece])[0], len(piece.encode()))
-                        if part.num_bytes >= _PART:
-                            yield part.take()
-                    part.end_sequence()
-                part.end_document()
-                continue
-            for text in found:
-                assert isinstance(text, str)
-                texts.append(text)
-                length += len(text)
-            waiting.append(texts)
-            size += length
-            if size >= _BATCH:
-                self._flush(part, waiting)
-                waiting, size = [], 0
-                if part.num_bytes >= _PART:
-                    yield part.take()
+            if texts is None:
+                yield from self._in_pieces(part, found)
+            if part.num_bytes >= _PART:
+                yield part.take()
         self._flush(part, waiting)
         yield part.take(last=True)
+
+    def _whole(self, texts: Texts) -> list[str] | None:
+        """The texts, if none of them must be encoded in pieces."""
+        whole = [text for text in texts if isinstance(text, str) and not (self._encoder.may_cut and is_long(text))]
+        return whole if len(whole) == len(texts) else None
+
+    def _in_pieces(self, part: _Part, texts: Texts) -> Iterator[Result]:
+        for text in texts:
+            for piece in pieces_of(text.parts() if isinstance(text, LongText) else (text,)):
+                part.add_piece(self._encoder.encode([piece])[0], len(piece.encode()))
+                if part.num_bytes >= _PART:
+                    yield part.take()
+            part.end_sequence()
+        part.end_document()
 
     def _flush(self, part: _Part, documents: list[list[str]]) -> None:
         texts = [text for document in documents for text in document]

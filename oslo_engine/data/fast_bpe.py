@@ -111,7 +111,10 @@ class FastEncoder:
         names = [*_ALPHABET, *_merge_products(model)]
         ranks = {bytes(_BYTE_OF[character] for character in name): rank for rank, name in enumerate(names)}
         self._general, self.may_cut = general, may_cut(tokenizer)
-        self._fast = tiktoken.Encoding("merges", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        # A special token is what makes it fast: without any, the (empty) expression for them is tried at every character.
+        # It is never allowed, so a text that has it is text.
+        never = {"\0never\0": len(ranks)}
+        self._fast = tiktoken.Encoding("merges", pat_str=pattern, mergeable_ranks=ranks, special_tokens=never)
         self._ids = np.array([model["vocab"][name] for name in names], np.uint32)
         self._added = [token["content"] for token in tokenizer["added_tokens"]]
         self._starts = sorted({text[:2] for text in self._added})
@@ -140,12 +143,12 @@ class FastEncoder:
 
     def _encode(self, text: str) -> NDArray[Any] | None:
         try:
-            ranks = self._fast.encode_ordinary(text)  # faster than what returns an array: that looks for special tokens
+            ranks = self._fast.encode_to_numpy(text, disallowed_special=())
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
                 raise
             return None  # the expression was too much for its engine, which panics
-        return self._ids[np.array(ranks, np.uint32)]
+        return self._ids[ranks]
 
     def _is_plain(self, text: str) -> bool:
         if any(start in text for start in self._starts) and any(token in text for token in self._added):

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from oslo_engine.data.builder import IndexedDatasetBuilder
-from oslo_engine.data.draft import sha256
 from oslo_engine.data.format import bin_path, idx_path, prefix_of
 from oslo_engine.data.indexed import IndexedDataset
+from oslo_engine.data.place import sha256
 from oslo_engine.data.preprocess import read_manifest
 from oslo_engine.data.tokenizing import TokenizerData
 from oslo_engine.errors import DataError
 
+_COUNTS = ("documents", "sequences", "tokens")
 _TOKENS = 1 << 22  # that are looked at once
 
 
@@ -76,7 +77,7 @@ def verify_files(name: str | os.PathLike[str]) -> str:
         found = sha256(path)
         if found != expected["sha256"]:
             raise DataError("a file was altered", where=str(path), expected=f"sha256 {expected['sha256']}", got=found)
-    counts = {field: getattr(facts, field) for field in ("documents", "sequences", "tokens")}
+    counts = {field: getattr(facts, field) for field in _COUNTS}
     noted = {field: manifest["counts"][field] for field in counts}
     if counts != noted:
         raise DataError("a data set does not have what its manifest says", where=str(prefix), expected=noted, got=counts)
@@ -103,6 +104,9 @@ def merge_files(sources: Sequence[str | os.PathLike[str]], target: str | os.Path
     with IndexedDatasetBuilder(target, dtype=IndexedDataset(prefixes[0]).index.dtype) as builder:
         for prefix in prefixes:
             builder.add_index(prefix)
+        known = [manifest for manifest in manifests if manifest is not None]
+        if len(known) == len(prefixes):
+            builder.note(_derived(known, prefixes, {name: sum(each["counts"][name] for each in known) for name in _COUNTS}))
 
 
 def split_files(source: str | os.PathLike[str], parts: dict[str, float], overwrite: bool = False) -> dict[str, int]:
@@ -136,7 +140,20 @@ def _copy(data: IndexedDataset, name: str, first: int, stop: int) -> int:
         for document in range(first, stop):
             of_document = slice(int(sequences[document]), int(sequences[document + 1]))
             builder.add_document(data.document(document), lengths[of_document].tolist())
+        manifest = read_manifest(data.prefix)
+        if manifest is not None:
+            num_tokens = int(data.document_bounds[stop] - data.document_bounds[first])
+            counts = (stop - first, int(sequences[stop] - sequences[first]), num_tokens)
+            builder.note(_derived([manifest], [data.prefix], dict(zip(_COUNTS, counts, strict=True))))
     return stop - first
+
+
+def _derived(manifests: list[dict[str, Any]], sources: list[Path], counts: dict[str, int]) -> dict[str, Any]:
+    """The manifest of a data set that was made of others."""
+    settings = manifests[0]["settings"] | {"sources": [[str(source)] for source in sources]}
+    skipped = {"skipped": sum(manifest["counts"]["skipped"] for manifest in manifests)}
+    left_out = [each for manifest in manifests for each in manifest["left_out"]]
+    return manifests[0] | {"settings": settings, "counts": counts | skipped, "left_out": left_out}
 
 
 def _free(prefix: Path, overwrite: bool) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from oslo_engine.data.format import bin_path, idx_path
 
@@ -30,6 +33,18 @@ def put_in_place(prefix: Path, tokens: Path, index: Path, manifest: Path | None 
         sync(prefix.parent)
         os.replace(index, idx_path(prefix))
     sync(prefix.parent)
+
+
+def write_manifest(path: Path, content: dict[str, Any], files: dict[str, Path]) -> None:
+    """Write what is to be known about a data set, with the sizes and checksums of its files, and see it to the disk."""
+    sums = {end: {"bytes": file.stat().st_size, "sha256": sha256(file)} for end, file in files.items()}
+    path.write_text(json.dumps(content | {"files": sums}, indent=2) + "\n", encoding="utf-8")
+    sync(path)
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

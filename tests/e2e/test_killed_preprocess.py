@@ -74,9 +74,11 @@ def test_killed_before_any_step_it_is_made_up_for(tmp_path: Path, context: Any) 
     assert step > 20, "the steps were not counted"
 
 
-def kill_at_random(folder: Path, context: Any, kills: int, workers: int, longest: float) -> None:
+def kill_at_random(folder: Path, context: Any, kills: int, workers: int) -> None:
     """Kill, go on, kill, ... ; a preparation that was finished begins anew."""
-    prepare(folder, "whole")
+    begun = time.perf_counter()
+    prepare(folder, "whole", workers)
+    longest = time.perf_counter() - begun
     expected, chance, killed = files(folder, "whole"), random.Random(0), 0
     while killed < kills:
         started = context.Event()
@@ -84,7 +86,7 @@ def kill_at_random(folder: Path, context: Any, kills: int, workers: int, longest
         process.start()
         assert started.wait(60)
         time.sleep(chance.random() * longest)
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.join()
         assert workers_end(process.pid)
         opens_if_there(folder, expected)
@@ -117,14 +119,14 @@ def is_alive_in(group: int, entry: Path) -> bool:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_at_a_few_moments_it_goes_on(tmp_path: Path, context: Any, workers: int) -> None:
-    kill_at_random(corpus(tmp_path, 400), context, kills=4, workers=workers, longest=0.5 + workers / 2)
+    kill_at_random(corpus(tmp_path, 400), context, kills=4, workers=workers)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_at_thirty_moments_it_goes_on(tmp_path: Path, context: Any, workers: int) -> None:
-    kill_at_random(corpus(tmp_path, 2000), context, kills=30, workers=workers, longest=1.5 + workers / 2)
+    kill_at_random(corpus(tmp_path, 2000), context, kills=30, workers=workers)
 
 
 def test_what_was_done_is_not_done_again(tmp_path: Path, context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
