@@ -80,11 +80,23 @@ def parallelize(
     Communication: without a device map collective; every rank of the job must call it with the same arguments.
     """
     if device_map is not None:
-        if (tp, pp, policy, sequence_parallel) != (1, 1, None, False):
+        settings = {
+            "tp": (tp, 1),
+            "pp": (pp, 1),
+            "policy": (policy, None),
+            "schedule": (schedule, "1f1b"),
+            "micro_batch_size": (micro_batch_size, 1),
+            "sequence_parallel": (sequence_parallel, False),
+            "expert_split": (expert_split, "inner"),
+            "fuse": (fuse, None),
+            "seed": (seed, None),
+        }
+        given = [f"{name}={value!r}" for name, (value, default) in settings.items() if value != default]
+        if given:
             raise UnsupportedError(
                 "a device map places a whole model in one process, so it goes with no splitting over ranks",
-                got=f"device_map with tp={tp}, pp={pp}, policy={policy!r}, sequence_parallel={sequence_parallel}",
-                hint="leave device_map out, or the rest",
+                got=f"device_map with {', '.join(given)}",
+                hint="leave device_map out, or the rest; model.fuse() can be called on the placed model",
             )
         placed_class = with_parallel_methods(type(model))  # type: ignore[arg-type]
         return place(model, device_map, placed_class, max_memory=max_memory, workload=workload)
