@@ -50,7 +50,7 @@ class Fusing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = RULES.get(getattr(func, "__name__", ""))
-        if rule is not None:
+        if rule is not None and not torch.compiler.is_compiling():
             try:
                 answer = rule(self, *args, **(kwargs or {}))
             except TypeError as error:

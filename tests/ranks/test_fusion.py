@@ -86,7 +86,7 @@ def tokens(name: str, tp: int, pp: int, beams: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize(("name", "beams"), [("gpt2", 1), ("gpt2", 3), ("t5", 1)])
+@pytest.mark.parametrize(("name", "beams"), [("gpt2", 1), ("gpt2", 3), ("t5", 1), ("llama", 1), ("bart", 1)])
 def test_blocked_n_grams_of_split_and_fused_models_are_those_of_the_unsplit_one(
     rank_pool, name: str, beams: int, tp: int, pp: int
 ) -> None:

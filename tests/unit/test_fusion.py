@@ -235,10 +235,13 @@ def test_a_rotation_by_other_angles_in_the_second_half_is_left() -> None:
 
 def test_autocast() -> None:
     model = build("gpt2").bfloat16().float()
+    types: list[torch.dtype] = []
+    model.transformer.h[1].ln_1.register_forward_hook(lambda module, args, output: types.append(output.dtype))
     with torch.autocast("cpu", torch.bfloat16):
         before = step(model)
         fuse(model)
         after = step(model)
+    assert types[0] == types[1]
     assert after[0].dtype == before[0].dtype
     assert error(after[0].float(), before[0].float()) < 3e-2
     assert error(after[1], before[1]) < 1e-3

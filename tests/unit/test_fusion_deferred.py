@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from oslo_engine.errors import UnsupportedError
 from oslo_engine.fusion.deferred import Biased, Deferred, value_of
-from oslo_engine.fusion.scope import BiasApart, Fusing, Scope, current
+from oslo_engine.fusion.scope import BiasApart, Fusing, Norm, Scope, current
 from oslo_engine.layers.specialize import specialize
 
 
@@ -143,6 +143,70 @@ def test_a_scope_hands_out_values() -> None:
     assert torch.allclose(got["a"], wanted, atol=1e-6)
     assert current() is None
     assert type(block.first(x)) is Tensor
+
+
+def test_capped_and_biased_scores_are_one_kernel() -> None:
+    x, bias = torch.randn(2, 3, 4, 5, requires_grad=True), torch.randn(2, 1, 4, 5)
+    wanted = (torch.tanh(x * 0.5 / 20.0) * 20.0 + bias).softmax(-1)
+    with Fusing(attends=True):
+        scores = torch.tanh(x * 0.5 / 20.0) * 20.0 + bias
+        assert isinstance(scores, Deferred)
+        assert (scores.recipe.capped, scores.recipe.softcap, scores.recipe.bias is bias) == (True, 20.0, True)
+        got = scores.softmax(-1)
+    assert type(got) is Tensor
+    assert torch.allclose(got, wanted, atol=1e-6)
+    assert torch.allclose(value_of(scores), torch.tanh(x * 0.5 / 20.0) * 20.0 + bias, atol=1e-5)
+
+
+def rotated(x: Tensor, other: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = other.shape[-1] // 2
+    return x * cos + torch.cat((-other[..., half:], other[..., :half]), -1) * sin
+
+
+def test_only_a_tensor_turned_with_its_own_halves_is_a_rotation() -> None:
+    angles = torch.randn(2, 1, 5, 4).repeat(1, 1, 1, 2)
+    tables = angles.cos(), angles.sin()
+    q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
+    kernels: list[str] = []
+
+    class Seen(Fusing):
+        def emit(self, kernel: str, *rest: Any) -> Any:
+            kernels.append(kernel)
+            return super().emit(kernel, *rest)
+
+    with Seen(rotates=True):
+        assert torch.allclose(value_of(rotated(q, q, *tables)), rotated(q, q, *tables), atol=1e-6)
+        assert kernels == ["rotary"] * 2
+        mixed = value_of(rotated(q, k, *tables))
+    assert kernels == ["rotary"] * 2
+    assert torch.allclose(mixed, rotated(q, k, *tables), atol=1e-6)
+
+
+def test_the_sum_before_a_norm_is_computed_by_the_norm_and_not_again() -> None:
+    norm = nn.LayerNorm(4)
+    wanted_norm = nn.LayerNorm(4)
+    fields = {"source": "", "kind": "layer_norm", "eps": 1e-5, "shift": 0.0}
+    specialize(norm, Norm, **{f"_oslo_fused_{key}": value for key, value in fields.items()})
+    x, residual = torch.randn(2, 4), torch.randn(2, 4)
+    with Fusing() as scope:
+        total = residual + scope.defer(Biased(x, None, ""))
+        assert isinstance(total, Deferred)
+        y = norm(total)
+        assert total.value is not None
+    assert torch.allclose(y, wanted_norm(x + residual), atol=1e-6)
+    assert torch.allclose(value_of(total), x + residual)
+
+
+def test_what_is_compiled_inside_a_scope_is_the_original() -> None:
+    linear = nn.Linear(4, 4)
+    specialize(linear, BiasApart, _oslo_fused_source="")
+    compiled = torch.compile(lambda x: F.gelu(linear(x)), backend="eager", fullgraph=True)
+    x = torch.randn(2, 4)
+    with Fusing(attends=True, gates=True):
+        got = compiled(x)
+    assert type(got) is Tensor
+    assert torch.allclose(got, F.gelu(x @ linear.weight.t() + linear.bias), atol=1e-6)
+    torch._dynamo.reset()
 
 
 def test_an_error_in_a_scope_ends_it() -> None:
