@@ -122,7 +122,8 @@ class Dispatcher:
             while not self._closing:
                 if self._group is None and not self._restart():
                     continue
-                self._wait_for_something(self._pipes())
+                if not self._waiting:  # calls that waited through a restart tell nobody again
+                    self._wait_for_something(self._pipes())
                 while not self._closing and self._group is not None and (calls := self._next_calls()):
                     self._execute(calls)
         finally:
