@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-import resource
 import signal
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from oslo_engine import DataError, DatasetPreprocessor, IndexedDataset
 from oslo_engine.data import draft
 from oslo_engine.data.encoding import UnitEncoder
 from oslo_engine.data.operations import verify_files
-from preparing import prepare, prepare_and_die, prepare_and_tell
+from preparing import prepare, prepare_and_die, prepare_and_tell, prepare_with_little_room
 
 ENDS = (".bin", ".idx")
 
@@ -183,17 +182,6 @@ def test_an_iterable_goes_on_if_it_gives_the_same_again(tmp_path: Path) -> None:
             made.preprocess((text for text in documents[:2]), tmp_path / "out")
     made.preprocess((text for text in documents), tmp_path / "out")
     assert files(tmp_path) == files(tmp_path, "whole")
-
-
-def prepare_with_little_room(folder: Path, told: Any) -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    try:
-        prepare(folder)
-    except DataError as error:
-        told.send(str(error))
-    else:
-        told.send("")
 
 
 def test_a_full_disk_is_an_error_and_with_more_room_it_goes_on(tmp_path: Path, context: Any) -> None:

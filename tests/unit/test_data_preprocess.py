@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models
 from corpora import byte_level_bpe, expected_ids, texts, write_jsonl
 from oslo_engine import DataError, DatasetPreprocessor, IndexedDataset
 from oslo_engine.data import lines, tokenizing, workers
+from preparing import Letters
 
 DOCUMENTS = texts(120)
 
@@ -173,21 +174,6 @@ def test_end_of_document_is_the_tokenizer_s_own_or_the_one_given(tokenizer: Toke
     for options in ({}, {"eod_token_id": 600}, {"eod_token_id": -1}):
         with pytest.raises(DataError, match="eod_token_id"):
             DatasetPreprocessor(tokenizer, append_eod=True, **options)
-
-
-class Letters:
-    """A tokenizer of another library."""
-
-    name_or_path, eos_token_id = "letters", 1
-
-    def get_vocab(self) -> dict[str, int]:
-        return {chr(code): code for code in range(256)}
-
-    def __len__(self) -> int:
-        return 256
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [0] * add_special_tokens + [ord(letter) for letter in text]
 
 
 @pytest.mark.parametrize("count", [0, 1])
