@@ -44,11 +44,13 @@ class _Watch:
         self._store, self._rank, self._world = store, rank, world
         self._failed = False
         self._next_hook = sys.excepthook
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="oslo_engine: other ranks", daemon=True)
 
     def begin(self) -> None:
         sys.excepthook = self._last_words
         atexit.register(self._farewell)
-        threading.Thread(target=self._look, name="oslo_engine: other ranks", daemon=True).start()
+        self._thread.start()
 
     def _last_words(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._failed = True
@@ -67,17 +69,18 @@ class _Watch:
         time.sleep(_LOOK_EVERY_S + 0.5)  # the store may live in this process
 
     def _farewell(self) -> None:
+        # Python ends a thread that it finds inside the store by force, which takes the whole process down.
+        self._over.set()
+        self._thread.join(_LOOK_EVERY_S)
         if not self._failed and self._world is dist.group.WORLD:
             with contextlib.suppress(Exception):
                 self._store.set(_ENDED, str(self._rank))
 
     def _look(self) -> None:
-        while self._world is dist.group.WORLD and not self._failed:
-            time.sleep(_LOOK_EVERY_S)
+        while not self._over.wait(_LOOK_EVERY_S) and self._world is dist.group.WORLD and not self._failed:
             first = self._first_failure()
             if first is not None:
-                time.sleep(_GRACE_S)
-                if not self._failed:
+                if not self._over.wait(_GRACE_S) and not self._failed:
                     _say(f"rank {self._rank} ends, since another rank has failed: {first}")
                     os._exit(1)
 
