@@ -79,10 +79,9 @@ class _Watch:
     def _look(self) -> None:
         while not self._over.wait(_LOOK_EVERY_S) and self._world is dist.group.WORLD and not self._failed:
             first = self._first_failure()
-            if first is not None:
-                if not self._over.wait(_GRACE_S) and not self._failed:
-                    _say(f"rank {self._rank} ends, since another rank has failed: {first}")
-                    os._exit(1)
+            if first is not None and not self._over.wait(_GRACE_S) and not self._failed:
+                _say(f"rank {self._rank} ends, since another rank has failed: {first}")
+                os._exit(1)
 
     def _first_failure(self) -> str | None:
         return self._read(_FAILED)
