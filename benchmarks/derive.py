@@ -37,9 +37,9 @@ def prove(task: str, kind: str, layout: str, timeout_s: float) -> dict[str, Any]
         started = time.thread_time()
         try:
             derived = derive(find_subject(kind, task))
-        except OsloError as error:
+        except Exception as error:  # anything but a refusal is a fault of derive's own; the others are tried all the same
             return {
-                "status": "refused",
+                "status": "refused" if isinstance(error, OsloError) else "crashed",
                 "reason": one_line(error),
                 "derive_s": round(time.thread_time() - started, 1),
                 "notes": [],

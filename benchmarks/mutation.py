@@ -42,13 +42,6 @@ ARCHITECTURES = [
 ]
 # Where the default config leaves out what the policy has words for.
 CONFIGS: dict[str, dict[str, Any]] = {"falcon": {"alibi": True, "bias": True}}
-# What an architecture does not read: its policy serves others of the family, or of older Transformers, that do. No faults here.
-NOT_READ = {
-    ("bert", "attention: self.num_attention_heads"),
-    ("bert", "attention: self.all_head_size"),
-    ("qwen3_5_text", "linear_attention: num_k_heads"),
-    ("qwen3_5_text", "linear_attention: num_v_heads"),
-}
 
 
 @dataclass(frozen=True)
@@ -128,7 +121,7 @@ def made(policy: Any, kind: str, where: str, changes: dict[str, Any], settings: 
         name = where.partition(": ")[2].removeprefix("maybe ")
         content["replicate"] = {**content["replicate"], f"maybe {name}": "fault"}
     try:
-        yield Fault(kind, where, type(policy)(**content, origin=policy.origin), settings=settings)
+        yield Fault(kind, where, type(policy)(**content).model_copy(update={"origin": policy.origin}), settings=settings)
     except ValueError:
         return
 
@@ -178,12 +171,48 @@ def all_faults(task: str, kind: str) -> list[Fault]:
     subject = subject_of(task, kind).shrunk(Sizes(), num_blocks=3)
     plan, cut_plan = plan_of(subject, policy, tp=2, pp=1), plan_of(subject, policy, tp=1, pp=2)
     wrong = policy_faults(policy, {region.name for region in plan.regions})
-    faults = [fault for fault in wrong if (kind, fault.where) not in NOT_READ and changes_the_plan(fault, policy, subject)]
+    read = attributes_read(subject)
+    faults = [fault for fault in wrong if changes_the_plan(fault, policy, subject, read)]
     return [*faults, *engine_faults(plan, cut_plan, takes_dropout(task, kind))]
 
 
-def changes_the_plan(fault: Fault, policy: Any, subject: Any) -> bool:
-    """Whether a wrong policy makes another plan for this architecture: it may be wrong about what is not there."""
+def attributes_read(subject: Any) -> set[tuple[str, str]]:
+    """(module, attribute) that the model looks at when it is trained and generates, with any attention.
+
+    A policy also serves others of its family, and older versions of Transformers, that look at more.
+    """
+    import torch
+
+    from oslo_engine.tiny.batches import Shape, make_batch
+
+    read: set[tuple[str, str]] = set()
+    for attention in ("eager", "sdpa"):
+        try:
+            model = subject.build(lambda cls, config, **more: cls._from_config(config, **more), attn_implementation=attention)
+        except Exception:  # it may have only one
+            continue
+        batch = make_batch(model.config, Shape(2, 9, 7), micro_batch_size=1, seed=0, model=model)
+        for name, module in model.named_modules():
+            module.__class__ = _watching(type(module), name, read)
+        model(**batch).loss.backward()
+        if model.can_generate():
+            with torch.no_grad():
+                model.eval().generate(
+                    batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=3, pad_token_id=0
+                )
+    return read
+
+
+def _watching(cls: type, name: str, read: set[tuple[str, str]]) -> type:
+    def look_up(self: Any, attribute: str) -> Any:
+        read.add((name, attribute))
+        return cls.__getattribute__(self, attribute)
+
+    return type(cls.__name__, (cls,), {"__getattribute__": look_up, "__module__": cls.__module__})
+
+
+def changes_the_plan(fault: Fault, policy: Any, subject: Any, read: set[tuple[str, str]]) -> bool:
+    """Whether a wrong policy makes another plan for this architecture, in what it looks at: it may be wrong about the rest."""
     from oslo_engine.errors import OsloError
     from oslo_engine.verify.planned import plan_of
 
@@ -192,6 +221,10 @@ def changes_the_plan(fault: Fault, policy: Any, subject: Any) -> bool:
         plan, wrong = plan_of(subject, policy, tp=tp, pp=1), plan_of(subject, fault.policy, tp=tp, pp=1)
     except OsloError:
         return True
+    if fault.kind == "missing set":
+        left = {each[:2] for region in wrong.regions for each in region.attributes}
+        gone = {each[:2] for region in plan.regions for each in region.attributes} - left
+        return any("." in path or (module, path) in read for module, path in gone)
     return any(getattr(wrong, part) != getattr(plan, part) for part in ("tensors", "regions", "embeddings", "heads"))
 
 

@@ -21,17 +21,32 @@ if TYPE_CHECKING:
     from oslo_engine.api import deparallelize, parallelize
     from oslo_engine.checkpoint.resume import load_training
     from oslo_engine.checkpoint.training import save_training
+    from oslo_engine.data.blend import DatasetBlender
+    from oslo_engine.data.builder import IndexedDatasetBuilder
+    from oslo_engine.data.causal import DatasetForCausalLM
+    from oslo_engine.data.collate import FlatteningCollator, SpanCorruptionCollator
+    from oslo_engine.data.indexed import IndexedDataset
+    from oslo_engine.data.loader import InfiniteDataLoader
+    from oslo_engine.data.preprocess import DatasetPreprocessor
+    from oslo_engine.data.sampler import DistributedProxySampler
+    from oslo_engine.deploy.settings import Deployment
     from oslo_engine.errors import (
         BatchError,
+        CallCancelledError,
         CheckpointError,
+        DataError,
+        DeploymentError,
+        FusionTargetError,
         MissingDependencyError,
         OsloError,
         PipelineError,
         PlanError,
         PolicyError,
+        QueueFullError,
         ShardedLogitsError,
         TopologyError,
         UnsupportedError,
+        WorkerDied,
     )
     from oslo_engine.layers.vocab_shard import gather_logits
     from oslo_engine.pipeline.recording import record_timeline
@@ -39,6 +54,7 @@ if TYPE_CHECKING:
     from oslo_engine.planning import plan
     from oslo_engine.policy.schema import Policy
     from oslo_engine.rewrite.gradients import clip_grad_norm_
+    from oslo_engine.rewrite.scaler import GradScaler
     from oslo_engine.topology import Topology
     from oslo_engine.verify import verify
 
@@ -46,7 +62,21 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchError",
+    "CallCancelledError",
     "CheckpointError",
+    "DataError",
+    "DatasetBlender",
+    "DatasetForCausalLM",
+    "DatasetPreprocessor",
+    "Deployment",
+    "DeploymentError",
+    "DistributedProxySampler",
+    "FlatteningCollator",
+    "FusionTargetError",
+    "GradScaler",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "InfiniteDataLoader",
     "MissingDependencyError",
     "OsloError",
     "PipelineError",
@@ -54,10 +84,13 @@ __all__ = [
     "PlanError",
     "Policy",
     "PolicyError",
+    "QueueFullError",
     "ShardedLogitsError",
+    "SpanCorruptionCollator",
     "Topology",
     "TopologyError",
     "UnsupportedError",
+    "WorkerDied",
     "clip_grad_norm_",
     "deparallelize",
     "gather_logits",
@@ -70,8 +103,19 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "Deployment": "deploy.settings",
+    "GradScaler": "rewrite.scaler",
+    "DatasetBlender": "data.blend",
+    "DatasetForCausalLM": "data.causal",
+    "DatasetPreprocessor": "data.preprocess",
+    "DistributedProxySampler": "data.sampler",
+    "FlatteningCollator": "data.collate",
+    "IndexedDataset": "data.indexed",
+    "IndexedDatasetBuilder": "data.builder",
+    "InfiniteDataLoader": "data.loader",
     "Plan": "plan.plan",
     "Policy": "policy.schema",
+    "SpanCorruptionCollator": "data.collate",
     "Topology": "topology",
     "clip_grad_norm_": "rewrite.gradients",
     "deparallelize": "api",
@@ -82,7 +126,7 @@ _MODULE_OF = {
     "record_timeline": "pipeline.recording",
     "save_training": "checkpoint.training",
     "verify": "verify",
-} | {name: "errors" for name in __all__ if name.endswith("Error")}
+} | {name: "errors" for name in __all__ if name.endswith("Error") or name == "WorkerDied"}
 
 # Subpackages whose names are public names of Transformers too: as attributes of this module they are those.
 _NOT_SUBPACKAGES = {"pipeline"}
@@ -91,7 +135,9 @@ _NOT_SUBPACKAGES = {"pipeline"}
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in _MODULE_OF:
+    if name == "Accelerator":
+        value = import_module(f"{__name__}.integrations.accelerate").accelerator_class()
+    elif name in _MODULE_OF:
         value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     elif name not in _NOT_SUBPACKAGES and find_spec(f"{__name__}.{name}"):
         value = import_module(f"{__name__}.{name}")
@@ -118,8 +164,11 @@ def _from_transformers(name: str) -> Any:
         value = _model_part(name)
     if value is None or (isinstance(value, ModuleType) and value.__name__ == f"transformers.{name}"):
         raise AttributeError(f"neither {__name__!r} nor 'transformers' has {name!r}; {_nearest(name, dir(transformers))}")
-    if isinstance(value, type) and {"PreTrainedModel", "_BaseAutoModelClass"} & {base.__name__ for base in value.__mro__}:
+    bases = {base.__name__ for base in value.__mro__} if isinstance(value, type) else set()
+    if {"PreTrainedModel", "_BaseAutoModelClass"} & bases:
         return import_module(f"{__name__}.methods").with_parallel_methods(value)
+    if "Trainer" in bases:
+        return import_module(f"{__name__}.integrations.trainer").trainer_for_split_models(value)
     return value
 
 

@@ -12,6 +12,10 @@ from oslo_engine.assemble import assemble
 from oslo_engine.comm.mesh import build_mesh
 from oslo_engine.errors import PlanError, UnsupportedError
 from oslo_engine.footprint.workload import Workload
+from oslo_engine.fusion.fuse import fuse as fuse_model
+from oslo_engine.fusion.fuse import unfuse
+from oslo_engine.fusion.targets import parse_targets
+from oslo_engine.integrations.peft import refuse_adapters
 from oslo_engine.methods import with_parallel_methods
 from oslo_engine.placement.device_map import DeviceMap
 from oslo_engine.placement.place import lift, place
@@ -30,6 +34,7 @@ def parallelize(
     micro_batch_size: int = 1,
     sequence_parallel: bool = False,
     expert_split: str = "inner",
+    fuse: Any = None,
     seed: int | None = None,
     device_map: DeviceMap | str | None = None,
     max_memory: Mapping[Any, int | str] | None = None,
@@ -53,6 +58,7 @@ def parallelize(
         sequence_parallel: split activations between the tensor-parallel regions along the sequence, in training.
         expert_split: of mixtures of experts: "inner" cuts every expert over the tensor-parallel ranks, "expert" deals whole
             experts to them.
+        fuse: True, or the targets of ``model.fuse``: what kernels compute in the split model. A model that is fused stays so.
         seed: of the dropout masks of a split model; by default taken from torch's seed on rank 0. Without tensor and pipeline
             parallelism dropout draws from torch's own generators.
         device_map: where the parts of the model lie, without any splitting: ``{0: [0, 1, 2], "cpu": [3, 4, 5]}`` (blocks by
@@ -67,25 +73,46 @@ def parallelize(
     Raises:
         TopologyError: the sizes do not fit the number of processes.
         PolicyError: no policy, or one that does not fit the model.
+        FusionTargetError: ``fuse`` names what the model does not have.
         PlanError: the model cannot be laid out this way, or the device map does not fit it.
         UnsupportedError: a device map together with another way to split.
 
     Communication: without a device map collective; every rank of the job must call it with the same arguments.
     """
     if device_map is not None:
-        if (tp, pp, policy, sequence_parallel) != (1, 1, None, False):
+        settings = {
+            "tp": (tp, 1),
+            "pp": (pp, 1),
+            "policy": (policy, None),
+            "schedule": (schedule, "1f1b"),
+            "micro_batch_size": (micro_batch_size, 1),
+            "sequence_parallel": (sequence_parallel, False),
+            "expert_split": (expert_split, "inner"),
+            "fuse": (fuse, None),
+            "seed": (seed, None),
+        }
+        given = [f"{name}={value!r}" for name, (value, default) in settings.items() if value != default]
+        if given:
             raise UnsupportedError(
                 "a device map places a whole model in one process, so it goes with no splitting over ranks",
-                got=f"device_map with tp={tp}, pp={pp}, policy={policy!r}, sequence_parallel={sequence_parallel}",
-                hint="leave device_map out, or the rest",
+                got=f"device_map with {', '.join(given)}",
+                hint="leave device_map out, or the rest; model.fuse() can be called on the placed model",
             )
         placed_class = with_parallel_methods(type(model))  # type: ignore[arg-type]
         return place(model, device_map, placed_class, max_memory=max_memory, workload=workload)
     if max_memory is not None or workload is not None:
         raise PlanError("max_memory and workload belong to a device map", hint='pass device_map="balanced" too')
+    if tp * pp > 1:
+        refuse_adapters(model, "parallelize")
     if "_oslo" in model.__dict__:
         raise PlanError("this model is parallelized already", got=type(model).__name__)
-    return assemble(
+    fusion = model.__dict__.get("_oslo_fusion")
+    if fuse is None and fusion is not None:
+        fuse = True if fusion.targets is None else fusion.targets
+    if fuse is not None and fuse is not False:
+        parse_targets(model, fuse)
+    unfuse(model)
+    split = assemble(
         model,
         with_parallel_methods(type(model)),  # type: ignore[arg-type]
         build_mesh(tp, pp),
@@ -96,6 +123,9 @@ def parallelize(
         expert_split=expert_split,
         seed=seed,
     )
+    if fuse is not None and fuse is not False:
+        fuse_model(split, fuse)
+    return split
 
 
 def deparallelize(model: Model) -> Model:

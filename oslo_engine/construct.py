@@ -87,10 +87,6 @@ def load_parallel(
     for name, instead in _ELSEWHERE.items():
         if kwargs.pop(name, None) is not None:
             raise UnsupportedError(f"{name} cannot be combined with loading a model split", got=name, hint=instead)
-    if kwargs.pop("deployment", False):
-        raise UnsupportedError(
-            "the deployment launcher is not part of this version", got="deployment=True", hint="launch with torchrun"
-        )
     mesh = build_mesh(tensor_parallel_size, pipeline_parallel_size)
     hub = {name: kwargs.pop(name) for name in _HUB if name in kwargs}
     dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or "auto"

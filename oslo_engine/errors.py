@@ -72,9 +72,33 @@ class CheckpointError(OsloError, RuntimeError):
     """A checkpoint is missing, incomplete, altered or foreign; ``where`` is the file."""
 
 
+class DataError(OsloError, ValueError):
+    """A data set, its source or a request for its batches is wrong; ``where`` is the file, with a line where there is one."""
+
+
 class MissingDependencyError(OsloError, ImportError):
     """An optional package is needed; ``hint`` is the pip command."""
 
 
 class UnsupportedError(OsloError, NotImplementedError):
     """A setting that this combination of model and layout does not support."""
+
+
+class DeploymentError(OsloError, RuntimeError):
+    """A deployed model cannot take or finish a call; ``where`` is the rank."""
+
+
+class QueueFullError(DeploymentError):
+    """As many calls wait already as the deployment allows."""
+
+
+class CallCancelledError(DeploymentError):
+    """The call was cancelled before it had a result."""
+
+
+class WorkerDied(DeploymentError):
+    """A worker process ended while it was needed; ``where`` is its rank, ``got`` its exit code."""
+
+
+class FusionTargetError(OsloError, ValueError):
+    """A target of ``fuse`` that the model does not have."""

@@ -1,34 +1,89 @@
-"""The methods a model class gains: loading and saving split, what lives on this rank, and a forward that runs split."""
+"""The methods a model class gains: loading and saving split, what lives on this rank, fusing, and a forward that runs split."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from oslo_engine.assemble import check_micro_batch_size
 from oslo_engine.checkpoint.save import save_merged, save_split
 from oslo_engine.comm.mpu import ModelParallelUnit
 from oslo_engine.construct import initialize_parallel, load_parallel
-from oslo_engine.errors import UnsupportedError
-from oslo_engine.generation.agreement import AgreeOnTokens, refuse_what_ranks_cannot_agree_on
+from oslo_engine.deploy.settings import Deployment
+from oslo_engine.errors import DeploymentError, UnsupportedError
+from oslo_engine.fusion.fuse import fuse, fusion_report, unfuse
+from oslo_engine.fusion.report import FusionReport
+from oslo_engine.generation.agreement import Agreement
+from oslo_engine.generation.choices import AgreedProcessors, Choice, agree_on_beams
+from oslo_engine.generation.ngrams import fused_ngram_blocking, use_fused_ngram_blocking
+from oslo_engine.generation.proposals import agree_on_proposals
+from oslo_engine.generation.run import run_generate
+from oslo_engine.generation.stopping import AgreedCriteria
+from oslo_engine.integrations.deepspeed import meet_engine
+from oslo_engine.integrations.peft import refuse_adapters
 from oslo_engine.pipeline.forward import run_forward, train_step
 from oslo_engine.placement.place import Placement, lift, place, placement_of
 from oslo_engine.rewrite.state import ParallelState, parallel_state
+from oslo_engine.topology import Topology
+
+
+def deploy(cls: type, path: Any, settings: Deployment, kwargs: dict[str, Any]) -> Any:
+    """Start workers that each load their slice of a checkpoint.
+
+    Args:
+        cls: of Transformers; it must be importable by its name.
+        kwargs: of ``from_pretrained_with_parallel``.
+
+    Raises:
+        DeploymentError: this process is itself one of several ranks.
+    """
+    from oslo_engine.deploy.model import DeployedModel
+
+    if dist.is_available() and dist.is_initialized():
+        raise DeploymentError(
+            "deployment=True starts its own workers",
+            got="torch.distributed is initialised",
+            hint="start it with python",
+        )
+    num_ranks = kwargs.get("tensor_parallel_size", 1) * kwargs.get("pipeline_parallel_size", 1)
+    Topology(tp=kwargs.get("tensor_parallel_size", 1), pp=kwargs.get("pipeline_parallel_size", 1))
+    return DeployedModel(functools.partial(_load_here, cls, path, kwargs), num_ranks, settings)
+
+
+def _importable(cls: Any) -> Any:
+    """The class itself if its name leads to it; one that ``with_parallel_methods`` made has the name of the one behind it."""
+    named = attrgetter(cls.__qualname__)(sys.modules[cls.__module__])
+    return cls if named is cls else next(base for base in cls.__mro__ if not issubclass(base, ParallelConstructors))
+
+
+def _load_here(cls: type, path: Any, kwargs: dict[str, Any]) -> Any:
+    return load_parallel(cls, path, with_parallel_methods, **kwargs)
 
 
 class ParallelConstructors:
     """Class methods that build a model split. For model classes, and for Auto classes, which pick one by the config."""
 
     @classmethod
-    def from_pretrained_with_parallel(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
-        """This rank's slice of a checkpoint; see ``oslo_engine.construct.load_parallel`` for the arguments."""
+    def from_pretrained_with_parallel(
+        cls, pretrained_model_name_or_path: Any, *, deployment: bool | Deployment = False, **kwargs: Any
+    ) -> Any:
+        """This rank's slice of a checkpoint; see ``oslo_engine.construct.load_parallel`` for the arguments.
+
+        With ``deployment`` (True, or a ``Deployment`` with settings), in an ordinary Python process: a ``DeployedModel``, whose
+        slices are loaded by workers that it starts on this machine.
+        """
+        if deployment:
+            settings = deployment if isinstance(deployment, Deployment) else Deployment()
+            return deploy(_importable(cls), pretrained_model_name_or_path, settings, kwargs)
         return load_parallel(cls, pretrained_model_name_or_path, with_parallel_methods, **kwargs)
 
     @classmethod
@@ -103,6 +158,34 @@ class ParallelMethods(ParallelConstructors):
         """
         return train_step(self.gpu_modules(), batch)
 
+    def fuse(self, targets: Any = None) -> Any:
+        """Let kernels compute what they can of this model; see ``fusion_report`` for what was replaced and what was left.
+
+        Args:
+            targets: None for everything; "mlp", "attention", "norm", "loss"; classes of modules, such as ``oslo.GPT2MLP``; or a
+                list of these.
+
+        Returns:
+            The model.
+
+        Raises:
+            FusionTargetError: a target that the model does not have.
+
+        Communication: none; every rank of a split model calls it with the same targets.
+        """
+        fuse(self.gpu_modules(), targets)
+        return self
+
+    def unfuse(self) -> Any:
+        """Take back what ``fuse`` did. Returns the model."""
+        unfuse(self.gpu_modules())
+        return self
+
+    @property
+    def fusion_report(self) -> FusionReport | None:
+        """Of the last ``fuse``: print it, or read ``replaced``, ``left`` and ``counts``. None while nothing is fused."""
+        return fusion_report(self.gpu_modules())
+
     def save_pretrained_with_parallel(self, save_directory: Any, save_with_merging: bool = False, **kwargs: Any) -> None:
         """Save split (one file per rank, for any later layout), or merged (an ordinary Transformers checkpoint).
 
@@ -131,23 +214,27 @@ class ParallelMethods(ParallelConstructors):
             )
         return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)  # type: ignore[misc]
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Transformers' ``generate``, on every rank at once: with the same inputs, and the same tokens on every rank."""
-        if "_oslo" not in self.__dict__ or self._parallel.mesh.model.size == 1:
-            return super().generate(*args, **kwargs)  # type: ignore[misc]
-        program = self._parallel.program
-        refuse_what_ranks_cannot_agree_on(self, kwargs, pipeline=program is not None)
-        agreements = self._parallel.agreements
-        agreements.clear()
-        try:
-            with program.generating() if program is not None else nullcontext():
-                output = super().generate(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            last = agreements.pop() if agreements else None
-            agreements.clear()
-        if last is not None and last.seen is not None:
-            output["scores"] = tuple(last.seen)
-        return output
+    def generate(
+        self, *args: Any, fused_no_repeat_ngram_blocking: bool = False, decode_groups: int | None = None, **kwargs: Any
+    ) -> Any:
+        """Transformers' ``generate``, on every rank at once: with the same inputs, and the same tokens on every rank.
+
+        Args:
+            args, kwargs: of ``generate``.
+            fused_no_repeat_ngram_blocking: block repeated n-grams (``no_repeat_ngram_size``) by a kernel. The tokens are the
+                same.
+            decode_groups: into how many groups of rows a pipeline deals the batch, so that its stages compute at the same time;
+                by default one for each stage, in greedy and beam search.
+        """
+        with fused_ngram_blocking(fused_no_repeat_ngram_blocking):
+            if "_oslo" not in self.__dict__ or self._parallel.mesh.model.size == 1:
+                return super().generate(*args, **kwargs)  # type: ignore[misc]
+            return run_generate(self, super().generate, args, kwargs, decode_groups)  # type: ignore[misc]
+
+    def set_deepspeed_parallelism(self, *args: Any) -> None:
+        """DeepSpeed calls this while it builds an engine around the model."""
+        if "_oslo" in self.__dict__:
+            meet_engine(self.gpu_modules(), sys._getframe(1))
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         encoder = super().get_encoder(*args, **kwargs)  # type: ignore[misc]
@@ -158,12 +245,29 @@ class ParallelMethods(ParallelConstructors):
 
     def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> LogitsProcessorList:
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)  # type: ignore[misc]
-        if "_oslo" in self.__dict__ and self._parallel.mesh.model.size > 1:
-            plan = self._parallel.plan
-            source = plan.rank_of_stage[-1] * plan.topology.tp
-            processors.append(AgreeOnTokens(self._parallel.mesh.model, source, generation_config))
-            self._parallel.agreements.append(processors[-1])
-        return processors
+        use_fused_ngram_blocking(processors)
+        agreement = self._agreement
+        return processors if agreement is None else AgreedProcessors(processors, Choice(agreement, generation_config))
+
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
+        criteria = super()._get_stopping_criteria(*args, **kwargs)  # type: ignore[misc]
+        return criteria if self._agreement is None else AgreedCriteria(criteria, self._agreement)
+
+    def _get_top_k_continuations(self, **kwargs: Any) -> Any:
+        found = super()._get_top_k_continuations(**kwargs)  # type: ignore[misc]
+        return found if self._agreement is None else agree_on_beams(self, self._agreement, found, kwargs)
+
+    def _get_candidate_generator(self, *args: Any, logits_processor: Any, **kwargs: Any) -> Any:
+        agreement = self._agreement
+        if agreement is None:
+            return super()._get_candidate_generator(*args, logits_processor=logits_processor, **kwargs)  # type: ignore[misc]
+        plain = logits_processor.without_choice()  # it is also asked which proposals are allowed at all
+        generator = super()._get_candidate_generator(*args, logits_processor=plain, **kwargs)  # type: ignore[misc]
+        return agree_on_proposals(generator, agreement)
+
+    @property
+    def _agreement(self) -> Agreement | None:
+        return self._parallel.agreement if "_oslo" in self.__dict__ else None
 
     @property
     def _parallel(self) -> ParallelState:
@@ -182,6 +286,10 @@ def with_parallel_methods(cls: type) -> type:
 
     @functools.wraps(original)  # generate() and Trainer read the signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run_forward(self, original, args, kwargs) if "_oslo" in self.__dict__ else original(self, *args, **kwargs)
+        if "_oslo" not in self.__dict__:
+            return original(self, *args, **kwargs)
+        if self._parallel.plan.topology.tp > 1:
+            refuse_adapters(self, "the model's forward")
+        return run_forward(self, original, args, kwargs)
 
     return type(cls.__name__, (ParallelMethods, cls), {**names, "forward": forward})

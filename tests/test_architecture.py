@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 # A module imports from its own layer and from those above it in this list.
 LAYERS = [
     {"errors", "topology"},
+    {"data"},
     {"kernels"},
     {"shards"},
     {"policy"},
@@ -26,6 +27,7 @@ LAYERS = [
     {"comm"},
     {"layers"},
     {"rewrite"},
+    {"fusion"},
     {"pipeline"},
     {"generation"},
     {"footprint"},
@@ -34,9 +36,11 @@ LAYERS = [
     {"integrations"},
     {"tiny"},
     {"derive"},
+    {"deploy"},
     {"planning"},
     {"assemble", "construct", "methods"},
     {"api", "verify"},
+    {"serve"},
     {"cli"},
 ]
 # Imported in the functions that need them. Kernels are the exception: their modules are themselves imported when needed.

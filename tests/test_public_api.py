@@ -14,7 +14,21 @@ import oslo_engine
 
 OURS = {
     "BatchError",
+    "CallCancelledError",
     "CheckpointError",
+    "Deployment",
+    "DeploymentError",
+    "GradScaler",
+    "FusionTargetError",
+    "DataError",
+    "DatasetBlender",
+    "DatasetForCausalLM",
+    "DatasetPreprocessor",
+    "DistributedProxySampler",
+    "FlatteningCollator",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "InfiniteDataLoader",
     "MissingDependencyError",
     "OsloError",
     "PipelineError",
@@ -22,10 +36,13 @@ OURS = {
     "PlanError",
     "Policy",
     "PolicyError",
+    "QueueFullError",
     "ShardedLogitsError",
+    "SpanCorruptionCollator",
     "Topology",
     "TopologyError",
     "UnsupportedError",
+    "WorkerDied",
     "clip_grad_norm_",
     "deparallelize",
     "gather_logits",
@@ -78,7 +95,7 @@ def test_every_error_type_is_public() -> None:
     from oslo_engine import errors
 
     types = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.OsloError)}
-    assert types == {name for name in OURS if name.endswith("Error")}
+    assert types == {name for name in OURS if name.endswith("Error")} | {"WorkerDied"}
 
 
 def test_import_loads_no_heavy_package() -> None:

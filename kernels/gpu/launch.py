@@ -16,6 +16,7 @@ from oslo_engine.kernels.dispatch import require
 # Rows up to the first length are held whole; longer ones are read several times, in pieces of the second.
 LONGEST_TILE, PIECE = 8192, 4096
 LONGEST_AXIS = 65535
+LANES = 64 if torch.version.hip else 32  # threads of a warp
 
 
 class Tile(NamedTuple):
@@ -32,14 +33,14 @@ def row_tile(length: int, *, elements: int = 1024, longest: int = LONGEST_TILE) 
     columns = triton.next_power_of_2(max(length, 1))
     columns = columns if columns <= longest else min(longest, PIECE)
     rows = max(1, min(32, elements // columns))
-    return Tile(rows, columns, columns >= length, _warps(rows * columns))
+    return Tile(rows, columns, columns >= length, warps_for(rows * columns))
 
 
 def plain_tile(length: int, *, rows: int = 2, longest: int = 1024) -> Tile:
     """Tile for work without a reduction over the row: rows are cut into columns anywhere."""
     columns = min(triton.next_power_of_2(max(length, 1)), longest)
     rows = min(64, rows * longest // columns)
-    return Tile(rows, columns, columns >= length, _warps(rows * columns))
+    return Tile(rows, columns, columns >= length, warps_for(rows * columns))
 
 
 def num_programs(like: Tensor, num_tiles: int) -> int:
@@ -60,6 +61,6 @@ def launch(program: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, w
             program[grid](*arguments, num_warps=warps, **constants)
 
 
-def _warps(elements: int) -> int:
-    """Eight elements per thread: 128 bits of a 16-bit dtype."""
-    return max(1, min(16, elements // 256))
+def warps_for(elements: int) -> int:
+    """Warps of a program with so many elements: eight for each thread, 128 bits of a 16-bit dtype."""
+    return max(1, min(16, elements // (8 * LANES)))

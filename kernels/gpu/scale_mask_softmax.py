@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from oslo_engine.kernels.dispatch import rows_of
-from oslo_engine.kernels.gpu.launch import launch, row_tile
+from oslo_engine.kernels.gpu.launch import launch, row_tile, warps_for
 
 
 @triton.jit
@@ -368,6 +368,7 @@ def _bias_gradient(dy_rows: Tensor, y: Tensor, drift: Tensor, shape: Sequence[in
         (dbias.shape[:3].numel(), triton.cdiv(K, columns)),
         y,
         *(dy_rows, y, drift, dbias, H, Q, K, dy_rows.stride(0), shape[1], shape[2], *terms),
+        warps=warps_for(columns),
         COLS=columns,
     )
     return dbias.sum(-1, keepdim=True) if shape[3] != K else dbias

@@ -33,6 +33,7 @@ from oslo_engine.checkpoint.ranges import (
     memory,
     resized,
 )
+from oslo_engine.checkpoint.writeback import begin_writeback
 from oslo_engine.errors import CheckpointError
 from oslo_engine.shards import Span
 
@@ -213,6 +214,8 @@ class SafetensorsWriter:
         done = 0
         while done < len(view):
             done += self._file.write(view[done : done + IO_BYTES])
+        if len(view) >= WORTH_A_THREAD:
+            begin_writeback(self._file.fileno(), self._size, len(view))
         self._size += len(view)
         return hashed
 

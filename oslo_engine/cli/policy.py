@@ -94,21 +94,27 @@ def check(
 ) -> None:
     """Match a policy with a tiny model of each model type that it serves.
 
-    Every rule must match, every parameter be claimed at most once, every size be divisible.
+    Every rule must match, every parameter be claimed at most once, every size be divisible. All faults are told at once;
+    where the file itself has some, what is wrong in it is read as what was probably meant, or left out, for the rest.
 
     Exit code: 0, 1 if something does not fit, 2 for bad input.
     """
     with bad_input_ends():
-        from oslo_engine.policy.registry import find_policy, installed_names
+        from oslo_engine.policy.loader import Reading
+        from oslo_engine.policy.registry import installed_names, installed_policy, read_policy_file
+        from oslo_engine.policy.schema_faults import joined
 
         if name not in installed_names() and not Path(name).is_file():
             raise OsloError("no such policy", got=name, expected=f"a YAML file, or one of: {', '.join(installed_names())}")
     try:
-        checked = find_policy(Path(name) if Path(name).is_file() else name, "")
+        reading = read_policy_file(Path(name)) if Path(name).is_file() else Reading(installed_policy(name))
     except OsloError as error:
         typer.echo(f"{name}: {error}")
         raise typer.Exit(1) from None
-    failed = False
+    if failed := bool(reading.faults):
+        typer.echo(f"{name}: {joined(reading.faults, 'the file')}")
+    if (checked := reading.policy) is None:
+        raise typer.Exit(1)
     for kind in [model] if model else checked.models:
         problem = _problem(checked, kind, tp, pp)
         failed |= problem is not None

@@ -50,6 +50,9 @@ def verify(
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Recompute activations.", rich_help_panel=Numbers)
     ] = False,
+    fuse: Annotated[
+        bool, typer.Option("--fuse", help="Fuse the split model; attention is then eager.", rich_help_panel=Numbers)
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of weights, batches and masks.", rich_help_panel=Numbers)] = 0,
     json: Annotated[Optional[Path], typer.Option(help="Also write the report to this file.")] = None,  # noqa: UP045
     timeout: Annotated[float, typer.Option(help="Seconds after which the ranks are ended.")] = 300,
@@ -85,6 +88,7 @@ def verify(
             dtype=dtype,  # type: ignore[arg-type]
             dropout=dropout,
             gradient_checkpointing=gradient_checkpointing,
+            fuse=fuse,
             seed=seed,
             timeout_s=timeout,
         )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from oslo_engine.comm.collectives import Axis
+from oslo_engine.comm.last_words import watch_each_other
 from oslo_engine.errors import TopologyError
 from oslo_engine.topology import AXES, Coordinate, Topology
 
@@ -90,6 +91,7 @@ def build_mesh(tp: int, pp: int) -> Mesh:
 
 
 def _new_mesh(topology: Topology) -> Mesh:
+    watch_each_other()
     at = topology.coordinate(dist.get_rank())
     device = _device()
     device_mesh = dist.init_device_mesh(device.type, tuple(topology.size(axis) for axis in AXES), mesh_dim_names=AXES)

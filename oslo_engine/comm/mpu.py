@@ -16,6 +16,10 @@ class ModelParallelUnit:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
 
+    def is_of(self, mesh: Mesh) -> bool:
+        """Whether it speaks for the models of this mesh."""
+        return self._mesh is mesh
+
     def get_tensor_parallel_group(self) -> Any:
         return self._group(self._mesh.tp)
 

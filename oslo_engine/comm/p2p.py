@@ -87,6 +87,8 @@ class PipelineLinks:
     forward, backward, control: process groups over the pp axis; None where it has size 1.
     traffic: what was sent, by (group name, peer).
     failure: the error after which these groups cannot be used any more.
+    bounded: whether a send waits where many before it have not been received. Where several runs take turns it must not: the
+        receiver may first meet this rank at the end of another run.
     """
 
     axis: Axis
@@ -95,6 +97,7 @@ class PipelineLinks:
     control: Any = None
     traffic: dict[tuple[str, int], Traffic] = field(default_factory=lambda: defaultdict(Traffic))
     failure: PipelineError | None = None
+    bounded: bool = True
     _pending: dict[tuple[Direction, int], deque[tuple[Any, Tensor]]] = field(default_factory=lambda: defaultdict(deque))
     _pending_control: list[tuple[Any, Tensor]] = field(default_factory=list)
 
@@ -130,7 +133,8 @@ class PipelineLinks:
     def send(self, direction: Direction, tensors: Sequence[Tensor], peer: int) -> None:
         """Start sending; the tensors must not be written to until ``wait_for_sends``.
 
-        At most ``2 * pp`` earlier sends to a peer stay unfinished; more are waited for: a slow receiver costs no memory.
+        At most ``2 * pp`` earlier sends to a peer stay unfinished (if ``bounded``); more are waited for: a slow receiver costs
+        no memory.
         """
         pending = self._pending[direction, peer]
         with self.watched(f"sending values to pp rank {peer}"):
@@ -140,7 +144,7 @@ class PipelineLinks:
                     work = dist.isend(data, group=getattr(self, direction), group_dst=peer)
                     self.traffic[direction, peer].count(data)
                     pending.append((work, data))
-            while len(pending) > 2 * self.axis.size * max(1, len(tensors)):
+            while self.bounded and len(pending) > 2 * self.axis.size * max(1, len(tensors)):
                 pending.popleft()[0].wait()
 
     def receive(self, direction: Direction, metas: Sequence[TensorMeta], peer: int, device: torch.device) -> Incoming:
@@ -157,6 +161,13 @@ class PipelineLinks:
                 for work, _ in pending:
                     work.wait()
                 pending.clear()
+
+    def take_sends(self) -> list[tuple[Any, Tensor]]:
+        """The sends that are not waited for yet, for the caller to do so; they and their data must be kept until then."""
+        taken = [one for pending in (*self._pending.values(), self._pending_control) for one in pending]
+        for pending in (*self._pending.values(), self._pending_control):
+            pending.clear()
+        return taken
 
     # Headers and losses
 

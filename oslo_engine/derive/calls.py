@@ -105,6 +105,14 @@ def _copied(thing: Any) -> Any:
     return copy.deepcopy(thing, memo)
 
 
+def forget_graph(model: nn.Module) -> None:
+    """Detach the states that modules keep as attributes: a module that holds a tensor with a graph cannot be copied."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                setattr(module, name, value.detach())
+
+
 @contextmanager
 def observed(modules: dict[str, nn.Module]) -> Iterator[dict[str, Call]]:
     """Within: the first call of each of these modules that returns is put into the dict that is given."""

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from oslo_engine.derive.calls import Call, observed
+from oslo_engine.derive.calls import Call, forget_graph, observed
 from oslo_engine.derive.stacks import Stack, find_stacks
 from oslo_engine.errors import UnsupportedError
-from oslo_engine.tiny.batches import Shape, make_batch
+from oslo_engine.tiny.batches import Shape, make_batch, vocab_size
 from oslo_engine.tiny.fill import fill
 from oslo_engine.tiny.subject import Subject
 
@@ -54,21 +54,14 @@ class Specimen:
     def is_causal(self) -> bool:
         """Whether a text's last token leaves the logits of those before it as they are."""
         self.use(0)
-        batch = make_batch(self.model.config, Shape(1, 6, 6), micro_batch_size=1, seed=0)
-        tokens = "labels" if self.model.config.is_encoder_decoder else "input_ids"
-        ids = batch[tokens] = batch[tokens].clamp(min=0)
-        given = {
-            "input_ids": batch["input_ids"],
-            "attention_mask": torch.ones_like(batch["input_ids"]),
-            "labels": batch["labels"],
-        }
+        batch = _unpadded_batch(self.model, Shape(1, 6, 6), micro_batch_size=1, seed=0)
+        tokens = "decoder_input_ids" if self.model.config.is_encoder_decoder else "input_ids"
         outputs = []
-        vocabulary: Any = self.model.get_input_embeddings().weight
         for shift in (0, 1):
-            given[tokens] = ids.clone()
-            given[tokens][:, -1] = (given[tokens][:, -1] + shift) % vocabulary.shape[0]
+            ids = batch[tokens].clone()
+            ids[:, -1] = (ids[:, -1] + shift) % vocab_size(self.model.config)
             with torch.no_grad():
-                outputs.append(self.model(**given).logits)
+                outputs.append(self.model(**batch | {tokens: ids}).logits)
         first, second = outputs
         return bool((first[:, 0] - second[:, 0]).abs().max() <= 1e-6 * first.abs().max())
 
@@ -98,19 +91,28 @@ def build(
 
 
 def run(model: PreTrainedModel, shape: Shape, seed: int) -> Any:
-    """A forward with labels, without a cache, and without padding: rows that attend to nothing are no numbers in float64."""
-    batch: dict[str, Any] = make_batch(model.config, shape, micro_batch_size=2, seed=seed)
-    batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    """A forward with labels and without a cache."""
+    batch: dict[str, Any] = _unpadded_batch(model, shape, micro_batch_size=2, seed=seed)
     if getattr(model.config, "use_cache", None):
         batch["use_cache"] = False
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            return model(**batch)
+            outputs = model(**batch)
         except Exception as error:  # whatever a class raises that reads something else than text
             raise UnsupportedError(
                 "the class does not run on text alone", where=type(model).__name__, got=str(error).partition("\n")[0]
             ) from error
+    forget_graph(model)
+    return outputs
+
+
+def _unpadded_batch(model: PreTrainedModel, shape: Shape, *, micro_batch_size: int, seed: int) -> dict[str, torch.Tensor]:
+    """Rows that attend to nothing are no numbers in float64."""
+    batch = make_batch(model.config, shape, micro_batch_size=micro_batch_size, seed=seed, model=model)
+    if "attention_mask" in batch:
+        batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    return batch
 
 
 def observe(subject: Subject, *, seeds: Sequence[int] = (0, 1), attention: str | None = "eager") -> Specimen:

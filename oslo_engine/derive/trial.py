@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oslo_engine.derive.calls import Call, Stop, argument_names, observed, repeat, repeat_with
+from oslo_engine.derive.calls import Call, Stop, argument_names, forget_graph, observed, repeat, repeat_with
 from oslo_engine.derive.specimen import Specimen
 from oslo_engine.errors import OsloError, PlanError
 from oslo_engine.plan.names import Faults, Names
@@ -51,6 +51,7 @@ class Truth:
         modules = {f"{self.block}.{name}" if name else self.block: module for name, module in block.named_modules()}
         with observed(modules) as calls:
             repeat_with(block, *self.specimen.runs[0][self.block].flowing(block))
+        forget_graph(block)
         self.calls = calls
 
 

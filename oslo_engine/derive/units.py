@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import torch
 from torch import Tensor
 
 from oslo_engine.derive.dependencies import Dependence, Source
@@ -163,6 +164,9 @@ class _Reading:
         for at in range(len(groups)):
             self.members[frozenset(self.unit_of[feature] for feature in groups[at])] = at
         self.group_of = {self.unit_of[feature]: at for feature, at in group_of.items()}
+        self._in_unit = torch.zeros(len(units), dependence.size, dtype=torch.bool)
+        for feature, unit in self.unit_of.items():
+            self._in_unit[unit, feature] = True
 
     def layout(self) -> Layout | None:
         row = self._parts([(UNIT, self.unit_of[feature]) for feature in range(self.dependence.size)])
@@ -197,7 +201,7 @@ class _Reading:
         return CutTensor(source.kind, source.name, source.dim, ndim, named[:1] if repeated else named, repeated)
 
     def _words(self, table: Tensor) -> tuple[tuple[Part, ...], bool] | None:
-        labels = [self._label(column) for column in table.T]
+        labels = self._labels(table)
         if labels.count(("?", 0)) or not any(label is not None and label[0] != ALL for label in labels):
             return None
         parts = self._parts(labels)
@@ -207,17 +211,22 @@ class _Reading:
             return parts, True
         return parts, False
 
-    def _label(self, column: Tensor) -> Label:
-        users = frozenset(self.unit_of[feature] for feature in column.nonzero().flatten().tolist())
-        if not users:
-            return None
-        if len(users) == 1:
-            return UNIT, next(iter(users))
-        if len(users) == len(self.units):
-            return ALL, 0
-        if users in self.members:
-            return GROUP, self.members[users]
-        return "?", 0
+    def _labels(self, table: Tensor) -> list[Label]:
+        """For each entry the units whose features depend on it."""
+        used = (self._in_unit.to(torch.float32) @ table.to(torch.float32)) > 0  # [units, entries]
+        counts, first = used.sum(0).tolist(), used.to(torch.int8).argmax(0).tolist()
+        labels: list[Label] = []
+        for entry, count in enumerate(counts):
+            if count == 0:
+                labels.append(None)
+            elif count == 1:
+                labels.append((UNIT, first[entry]))
+            elif count == len(self.units):
+                labels.append((ALL, 0))
+            else:
+                group = self.members.get(frozenset(used[:, entry].nonzero().flatten().tolist()))
+                labels.append(("?", 0) if group is None else (GROUP, group))
+        return labels
 
     def _parts(self, labels: list[Label]) -> tuple[Part, ...] | None:
         """Parts that lie one after another, in each block alike. Entries without a label fit anywhere."""

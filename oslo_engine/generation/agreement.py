@@ -1,112 +1,94 @@
-"""One rank decides which token comes next.
+"""One rank decides how ``generate`` goes on, and all ranks that hold the model do the same.
 
-``generate`` runs on every rank. Ranks that each took their own argmax would part ways at a near-tie, and ranks of earlier
-pipeline stages hold no scores at all. So the last processor of the list replaces the scores: the deciding rank (tp rank 0 of
-the last stage) broadcasts token ids, and every rank goes on with scores that leave no other choice. Scores themselves travel
-only if the caller wants to see them.
+``generate`` runs on every rank. Ranks that each took their own argmax would part ways at a near-tie, ranks of earlier pipeline
+stages hold no scores at all, and a rank that stopped alone would leave the others waiting. So the deciding rank (tp rank 0 of
+the last stage) tells the others its choice of tokens; a stop on any rank stops all; and what one rank raises in the caller's
+own code (processors, criteria, streamers) becomes an error on all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor
 
 from oslo_engine.comm.collectives import Axis
-from oslo_engine.errors import UnsupportedError
+from oslo_engine.errors import PipelineError
+
+Made = TypeVar("Made")
 
 
-def refuse_what_ranks_cannot_agree_on(model: Any, kwargs: Mapping[str, Any], *, pipeline: bool) -> None:
-    """Ways to generate in which tokens are chosen past the logits processors, or something is returned that few ranks have.
+@dataclass
+class Agreement:
+    """Of one ``generate``.
 
-    Raises:
-        UnsupportedError: one of them is asked for.
-    """
-    config = kwargs.get("generation_config") or model.generation_config
-
-    def asked(name: str) -> Any:
-        return kwargs.get(name, getattr(config, name, None))
-
-    for name in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"):
-        if asked(name) is not None:
-            raise UnsupportedError("a split model does not run assisted generation", got=name, hint="leave it out")
-    if pipeline and not model._supports_default_dynamic_cache() and asked("use_cache") is not False:
-        raise UnsupportedError(
-            "a pipeline cannot continue from the state that this class keeps between tokens",
-            where=type(model).__name__,
-            hint="pass use_cache=False: every step then computes the whole text anew",
-        )
-    if pipeline and asked("output_logits"):
-        raise UnsupportedError(
-            "raw logits do not travel through a pipeline",
-            got="output_logits=True",
-            hint="output_scores=True gives the processed scores",
-        )
-
-
-class AgreeOnTokens(LogitsProcessor):
-    """Make every rank of a model choose the token that the deciding rank chose.
-
-    Args:
-        axis: the ranks that hold one copy of the model (tp and pp).
-        source: which of them decides.
-        config: greedy and sampling exchange one id a row; beam search the best candidates of each beam with their scores.
-
-    Raises:
-        UnsupportedError: beam search with sampling, whose choice is made outside the processors.
-
-    Attributes:
-        seen: with ``output_scores``, the scores of every step, which ``generate`` would have returned.
-
-    Communication: one broadcast a step over tp and pp: [rows] ids, or [rows, candidates] ids and scores; with
-    ``output_scores`` also [rows, vocabulary].
+    axis: the ranks that hold one copy of the model (tp and pp). source: which of them decides. device: of what travels.
+    own_processors, own_stops: whether any rank's caller gave logits processors; stopping criteria or a streamer. Only then do
+        the ranks tell each other, at every step, whether all is well and whether to stop.
+    assisted: whether tokens are proposed first and checked then.
+    scores: in sampling, where the caller wants them, those of every step as the deciding rank had them.
     """
 
-    def __init__(self, axis: Axis, source: int, config: GenerationConfig) -> None:
-        self.axis, self.source = axis, source
-        self.beams = config.num_beams or 1
-        self.sample = bool(config.do_sample)
-        self.seen: list[Tensor] | None = [] if config.output_scores and config.return_dict_in_generate else None
-        if self.beams > 1 and self.sample:
-            raise UnsupportedError(
-                "beam search with sampling does not run on a split model",
-                got=f"num_beams={self.beams}, do_sample=True",
-                hint="use one of the two",
-            )
-        eos = config.eos_token_id
-        num_eos = len(eos) if isinstance(eos, (list, tuple)) else 1
-        # What Transformers' beam search looks at: enough candidates that num_beams of them go on even if others end.
-        self.candidates = 1 if self.beams == 1 else max(2, 1 + num_eos) * self.beams
+    axis: Axis
+    source: int
+    device: torch.device
+    own_processors: bool = False
+    own_stops: bool = False
+    assisted: bool = False
+    scores: list[Tensor] = field(default_factory=list)
+    streamer_error: Exception | None = None
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        decides = self.axis.rank == self.source
-        if self.seen is not None:
-            shown = scores.clone(memory_format=torch.contiguous_format)
-            self._broadcast(shown)
-            self.seen.append(shown)
-        count = min(self.candidates, scores.shape[-1])
-        if decides:
-            values, ids = self._choose(scores, count)
-        else:
-            ids = torch.empty(scores.shape[0], count, dtype=torch.int64, device=scores.device)
-            values = torch.empty(scores.shape[0], count, dtype=scores.dtype, device=scores.device)
-        self._broadcast(ids)
-        if self.beams > 1:
-            self._broadcast(values)
-        else:
-            values = torch.zeros(ids.shape, dtype=scores.dtype, device=scores.device)
-        return torch.full(scores.shape, float("-inf"), dtype=scores.dtype, device=scores.device).scatter_(-1, ids, values)
+    @classmethod
+    def begin(
+        cls, axis: Axis, source: int, device: torch.device, *, own_processors: bool, own_stops: bool, assisted: bool
+    ) -> Agreement:
+        """Args: as of this rank's caller.
 
-    def _choose(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        if self.sample:
-            ids = torch.multinomial(scores.softmax(-1), 1)
-            return scores.gather(-1, ids), ids
-        best: Any = scores.topk(count, dim=-1) if count > 1 else scores.max(-1, keepdim=True)
-        return best.values.contiguous(), best.indices.contiguous()
+        Communication: one all-reduce of two numbers over the axis.
+        """
+        flags = torch.tensor([int(own_processors), int(own_stops)], device=device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=axis.group)
+        processors, stops = (bool(flag) for flag in flags.tolist())
+        return cls(axis, source, device, processors, stops, assisted)
 
-    def _broadcast(self, tensor: Tensor) -> None:
+    @property
+    def decides(self) -> bool:
+        return self.axis.rank == self.source
+
+    def tell(self, tensor: Tensor) -> Tensor:
+        """The deciding rank's tensor, in place; on the other ranks one of the same shape and type is overwritten."""
         dist.broadcast(tensor, group=self.axis.group, group_src=self.source)
+        return tensor
+
+    def run_own_processors(self, run: Callable[[], Made], otherwise: Made) -> Made:
+        """What ``run`` returns. If it raises on any rank, all raise.
+
+        Communication: where any rank has processors of its own, one all-reduce of a number.
+        """
+        if not self.own_processors:
+            return run()
+        result, error = otherwise, None
+        try:
+            result = run()
+        except Exception as raised:
+            error = raised
+        self._all_or_none(error, "a logits processor")
+        return result
+
+    def _all_or_none(self, error: Exception | None, what: str) -> None:
+        failed = torch.tensor(int(error is not None), device=self.device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.axis.group)
+        if error is not None:
+            raise error
+        if int(failed):
+            raise failed_elsewhere(what)
+
+
+def failed_elsewhere(what: str) -> PipelineError:
+    return PipelineError(
+        f"{what} failed on another rank", hint="its traceback is on that rank; the model can be used again on all of them"
+    )

@@ -172,7 +172,7 @@ def leave_at_scope(scope: nn.Module, axis: Axis, streams: RandomStreams) -> None
     scope.register_forward_hook(leave)
 
 
-class _Row:
+class RowLayer:
     """A linear layer that holds some of the input features: partial products are summed, the bias is added once."""
 
     _axis: Axis
@@ -182,24 +182,29 @@ class _Row:
     weight: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
+        y = self.summed(x)
+        return y if self.bias is None else y + self.bias
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The output without its bias."""
         y = self._product(x)
         if self._sequence_parallel and torch.is_grad_enabled():
             y = reduce_scatter_from(y, self._axis, _SEQUENCE)
         else:
             y = reduce_from(y, self._axis)
         self._streams.leave_sharded()
-        return y if self.bias is None else y + self.bias
+        return y
 
     def _product(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
 
-class _RowLinear(_Row):
+class _RowLinear(RowLayer):
     def _product(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, None)
 
 
-class _RowConv1D(_Row):
+class _RowConv1D(RowLayer):
     def _product(self, x: Tensor) -> Tensor:
         return conv1d(x, self.weight, None)
 

@@ -31,6 +31,30 @@ def specialize(module: nn.Module, mixin: type, **fields: Any) -> nn.Module:
     return module
 
 
+def remove_specialization(module: nn.Module, mixins: tuple[type, ...]) -> None:
+    """Take ``mixins`` out of the front of the module's class again, wherever they were put. Inverse: ``specialize``."""
+    others, cls = [], type(module)
+    while any(mixin in cls.__mro__ for mixin in mixins):
+        mixin, cls = cls.__bases__
+        if mixin not in mixins:
+            others.append(mixin)
+    module.__class__ = cls
+    for mixin in reversed(others):
+        specialize(module, mixin)
+
+
 def original_class(module: nn.Module) -> type:
     """The class the module had before it was specialized."""
     return getattr(type(module), "_oslo_specializes", type(module))
+
+
+def keeps_forward(module: nn.Module) -> bool:
+    """Whether the module computes what its original class does: all that was put in front of it hands calls through."""
+    cls = type(module)
+    while cls is not original_class(module):
+        if len(cls.__bases__) != 2:  # made in another way, for another computation
+            return False
+        mixin, cls = cls.__bases__
+        if hasattr(mixin, "forward") and not getattr(mixin, "hands_through", False):
+            return False
+    return True

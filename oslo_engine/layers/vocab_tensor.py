@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 # property, a trailing = its setter; "grad" and "backward" are also torch.autograd's functions.
 _PLAIN = """
     .shape .dtype .device .ndim .layout .itemsize .nbytes .is_leaf .grad_fn .output_nr ._version .retains_grad
-    .requires_grad .requires_grad= .grad .grad= ._grad ._backward_hooks ._backward_hooks=
+    .requires_grad .requires_grad= .grad .grad= ._grad ._base ._backward_hooks ._backward_hooks=
     .is_cuda .is_cpu .is_meta .is_sparse .is_quantized .is_nested .is_mkldnn .is_xpu .is_mps
     size dim ndimension numel nelement element_size get_device is_floating_point is_complex is_signed __len__ __hash__ __dir__
     requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad grad backward

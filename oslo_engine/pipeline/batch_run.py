@@ -27,6 +27,7 @@ from oslo_engine.pipeline.micro_batch import MicroBatch, fingerprint
 from oslo_engine.pipeline.orders import Action, ActionKind, Orders
 from oslo_engine.pipeline.stage_program import StageProgram
 from oslo_engine.pipeline.timeline import Event, noted
+from oslo_engine.pipeline.turns import Turns
 
 
 class _PeerStopped(Exception):
@@ -47,6 +48,7 @@ class BatchRun:
         training: whether backwards follow; they need a loss from the last stage.
         keep_outputs: keep what the last stage returns, detached, in ``outputs`` (by micro-batch).
         timeline: where to note what was computed when; None: nowhere.
+        turns: other runs go on before this one ends, if there are any.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class BatchRun:
         keep_outputs: bool,
         autocast: AutocastState,
         timeline: list[Event] | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self.actions = orders.actions[links.axis.rank]
         self.micros, self.position, self.closed = micros, 0, False
@@ -69,9 +72,13 @@ class BatchRun:
         self.loss_gradients: dict[int, Tensor] = {}  # what the user's backward starts with; 1 where missing
         self._program, self._links, self._orders, self._device, self._serial = program, links, orders, device, serial
         self._training, self._keep_outputs, self._autocast, self._timeline = training, keep_outputs, autocast, timeline
+        self._turns = turns
         self._cuts = Cuts(links, orders, device, (serial, len(micros)))
         self._fingerprint = fingerprint(micros) if training else None
         self._empty = False
+        self._sharded = program.fully_sharded() if training else None
+        if self._sharded is not None:
+            self._sharded.begin()
         self._parameters = program.parameters() if training else []
         self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._sums = GradientBuffer(len(self._parameters))
@@ -120,8 +127,11 @@ class BatchRun:
             self._end(problem)
 
     def take_gradients(self) -> list[Tensor | None]:
-        """The gradients of the batch, for ``program.parameters()`` in their order."""
-        return self._program.finish_gradients(self._sums.take())
+        """The gradients of the batch, for ``program.parameters()`` in their order; none where FSDP2 was given them."""
+        if self._sharded is None:
+            return self._program.finish_gradients(self._sums.take())
+        self._sharded.deliver(self._program.finish_gradients(self._sharded.take()))
+        return []
 
     # Leaving early
 
@@ -151,6 +161,8 @@ class BatchRun:
         self._queues.clear()
         self.outputs.clear()
         self._sums.take()
+        if self._sharded is not None:
+            self._sharded.discard()
         try:
             self._walk(len(self.actions))
             while self._training and len(self._losses) < len(self.micros):
@@ -164,8 +176,15 @@ class BatchRun:
             self.closed = True
 
     def _settle(self, problem: str | None) -> Outcome:
-        self._links.wait_for_sends()
+        if self._turns is None:
+            self._links.wait_for_sends()
+        else:  # what other runs send meanwhile is received after they have met the others, so it is not waited for here
+            sent = self._links.take_sends()
+            self._turns.stop_at("end")
         outcome = self._links.agree(self._serial, 0 if self._fingerprint is None else int(self._fingerprint), problem)
+        if self._turns is not None:
+            for work, _ in sent:  # it has been received: all ranks have walked to the end
+                work.wait()
         self.closed = True
         return outcome
 
@@ -238,15 +257,24 @@ class BatchRun:
         outputs = [value for value in flight.sent if value.requires_grad]
         gradients = self._gradients_of(action.stage, micro, outputs)
         wanted = [value for value in flight.received if value.requires_grad]
-        found: Sequence[Tensor | None] = [None] * (len(self._parameters) + len(wanted))
-        if outputs and found:
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if outputs and (self._parameters or wanted):
             with self._autocast.off(), self._timed(action):
-                found = torch.autograd.grad(outputs, [*self._parameters, *wanted], gradients, allow_unused=True)
-        self._sums.add_all(found[: len(self._parameters)])
+                found = self._differentiate(outputs, gradients, wanted, last=micro.index == len(self.micros) - 1)
         if action.stage > 0:
-            back = zip(wanted, found[len(self._parameters) :], strict=True)
+            back = zip(wanted, found, strict=True)
             filled = [torch.zeros_like(value) if gradient is None else gradient for value, gradient in back]
             self._cuts.leave_gradients(action.stage, micro, tuple(filled))
+
+    def _differentiate(
+        self, outputs: list[Tensor], gradients: tuple[Tensor, ...], wanted: list[Tensor], *, last: bool
+    ) -> Sequence[Tensor | None]:
+        """Add the gradients of the parameters to this batch's sums, and return those of ``wanted``."""
+        if self._sharded is not None:
+            return self._sharded.backward(outputs, gradients, wanted, last=last)
+        found = torch.autograd.grad(outputs, [*self._parameters, *wanted], gradients, allow_unused=True)
+        self._sums.add_all(found[: len(self._parameters)])
+        return found[len(self._parameters) :]
 
     def _gradients_of(self, stage: int, micro: MicroBatch, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if stage < self._orders.num_stages - 1:

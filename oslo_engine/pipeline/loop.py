@@ -151,6 +151,8 @@ class LoopDriver:
                 with torch.enable_grad():
                     link = anchor if index == last else torch.zeros((), device=loss.device, requires_grad=True)
                     loss = _Loss.apply(self, index, loss, link)
+                if self._runtime.before_backward is not None:
+                    self._runtime.before_backward(last=index == last)
                 yield MicroOutput(loss, index, run.outputs.pop(index, None))
                 if run.closed and not self._finished:
                     raise self._misuse("the micro-batch loop goes on after its batch was left", None)
@@ -215,7 +217,8 @@ class LoopDriver:
 def _deliver(runtime: PipelineRuntime, source: BatchRun | LoopDriver) -> Tensor:
     """The anchor: a zero whose backward gives ``source``'s gradients to the parameters."""
     leaf = torch.zeros((), device=runtime.device, requires_grad=True)  # a rank may have no trainable parameter
-    return _Deliver.apply(source, leaf, *runtime.program.parameters())
+    parameters = runtime.program.parameters() if runtime.program.fully_sharded() is None else []
+    return _Deliver.apply(source, leaf, *parameters)
 
 
 class _Deliver(Function):

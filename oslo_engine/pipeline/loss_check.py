@@ -49,6 +49,30 @@ def check_loss_adds_up(twin: PreTrainedModel, *, shift_labels: bool) -> None:
         )
 
 
+def divides_by_count(twin: PreTrainedModel) -> bool:
+    """Whether the model's loss is a sum divided by ``num_items_in_batch`` where it is given.
+
+    Nearly every model takes that argument, and some then ignore it. True for a model that cannot be asked.
+
+    Args:
+        twin: the model on meta, with the loss function of the real one.
+    """
+    try:
+        head, inputs = twin.get_output_embeddings(), example_inputs(twin, "train")
+        if not isinstance(head, nn.Module) or not isinstance(inputs.get("labels"), Tensor):
+            return True
+        logits = _Logits(inputs["labels"].shape[0])
+        with without_weights(twin), torch.no_grad():
+            handle = head.register_forward_hook(logits)
+            try:
+                once, half = (_loss(twin, {**inputs, "num_items_in_batch": torch.tensor(count)}) for count in (1, 2))
+            finally:
+                handle.remove()
+    except Exception:  # whatever a model's own code raises on an example that it does not expect
+        return True
+    return abs(once - 2 * half) <= _LARGEST_DIFFERENCE * abs(once)
+
+
 def _losses(twin: PreTrainedModel, shift_labels: bool) -> tuple[float, float]:
     head = twin.get_output_embeddings()
     inputs = example_inputs(twin, "train")

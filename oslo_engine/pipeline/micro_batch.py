@@ -73,21 +73,22 @@ def split_batch(kwargs: Mapping[str, Any], micro_batch_size: int) -> list[MicroB
     return micros
 
 
-def weigh_by_labels(micros: Sequence[MicroBatch], *, shift_labels: bool) -> list[MicroBatch]:
+def weigh_by_labels(micros: Sequence[MicroBatch], *, shift_labels: bool, divides_by_count: bool = True) -> list[MicroBatch]:
     """The micro-batches of a training batch, weighted by ``loss_weights``."""
-    weights = loss_weights(micros, shift_labels=shift_labels)
+    weights = loss_weights(micros, shift_labels=shift_labels, divides_by_count=divides_by_count)
     return [replace(micro, weight=weight) for micro, weight in zip(micros, weights, strict=True)]
 
 
-def loss_weights(micros: Sequence[MicroBatch], *, shift_labels: bool) -> list[float]:
+def loss_weights(micros: Sequence[MicroBatch], *, shift_labels: bool, divides_by_count: bool = True) -> list[float]:
     """Each micro-batch's share of what the unsplit model's loss takes the mean over; the shares add up to 1.
 
     That is the labels other than ``ignore_index`` (integers; -100 by default) or all elements (floating point). A micro-batch
-    without any weighs 0. With ``num_items_in_batch`` the model divides by the total itself, and every weight is 1.
+    without any weighs 0. With ``num_items_in_batch`` a model that divides by it divides by the total, and every weight is 1.
 
     Args:
         shift_labels: the loss compares position t with the label at t + 1, so the first label of a row does not count. Labels
             given as ``shift_labels`` are shifted already.
+        divides_by_count: whether the model's loss heeds ``num_items_in_batch``; some take it and do not.
 
     Raises:
         BatchError: no label in the whole batch, or several kinds of labels whose shares differ, so that no weight is right.
@@ -100,7 +101,7 @@ def loss_weights(micros: Sequence[MicroBatch], *, shift_labels: bool) -> list[fl
             got=", ".join(sorted(micros[0].kwargs)),
             hint="pass labels=..., or evaluate under torch.no_grad()",
         )
-    if micros[0].kwargs.get(_PASSED_ON) is not None:
+    if divides_by_count and micros[0].kwargs.get(_PASSED_ON) is not None:
         return [1.0] * len(micros)
     counts = {name: _counts(micros, name, shift_labels) for name in names}
     for name, count in counts.items():

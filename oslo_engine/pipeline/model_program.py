@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
@@ -19,9 +20,10 @@ from oslo_engine.comm.mesh import Mesh
 from oslo_engine.comm.p2p import PipelineLinks
 from oslo_engine.errors import PlanError, UnsupportedError
 from oslo_engine.pipeline.evaluation import evaluate
+from oslo_engine.pipeline.fully_sharded import FullyShardedGradients, divided_parameters, fully_sharded
 from oslo_engine.pipeline.ghost_cache import caches_of_stages
 from oslo_engine.pipeline.loop import PipelineLoop, open_loop, train_step
-from oslo_engine.pipeline.loss_check import check_loss_adds_up
+from oslo_engine.pipeline.loss_check import check_loss_adds_up, divides_by_count
 from oslo_engine.pipeline.micro_batch import MicroBatch, split_batch, weigh_by_labels
 from oslo_engine.pipeline.runtime import PipelineRuntime
 from oslo_engine.pipeline.stage import StageDone, StageRun
@@ -54,7 +56,11 @@ class ModelProgram:
         self._shared = _SharedGradients(model, state)
         self.shifts_labels = flows.shifts_labels()
         self._loss_checked: Any = ()  # the loss function that was found to be a mean over labels
-        self.decoding = False  # whether generate() is running: then only token ids travel, not logits
+        self.decoding = False  # whether generate() is running: it makes the caches, and needs logits where tokens are chosen
+        self.whole_outputs = False  # whether its caller wants to see the logits
+        self.outputs_described: dict[Any, Any] = {}  # of the calls of this generate()
+        self.writes_logits = False  # whether it writes into them, which assisted generation does
+        self.divides_by_count = True  # whether that one heeds num_items_in_batch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelProgram:
         raise UnsupportedError("a model that was split into a pipeline cannot be copied", hint="copy it before parallelize")
@@ -62,7 +68,10 @@ class ModelProgram:
     # What the runtime calls
 
     def parameters(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return divided_parameters(self.model)
+
+    def fully_sharded(self) -> FullyShardedGradients | None:
+        return fully_sharded(self.model, schedule=self.state.plan.schedule)
 
     def run(self, stage: int, received: tuple[Tensor, ...], micro: MicroBatch) -> tuple[Tensor, ...] | Any:
         call, state = micro.context, self.state
@@ -104,13 +113,15 @@ class ModelProgram:
         return train_step(self.runtime, self._training_batch(batch))
 
     @contextmanager
-    def generating(self) -> Iterator[None]:
-        """While ``generate`` runs only token ids travel: logits stay on the rank that chooses."""
-        before, self.decoding = self.decoding, True
+    def generating(self, *, whole_outputs: bool, writes_logits: bool) -> Iterator[None]:
+        """While ``generate`` runs only token ids travel; logits stay on the rank that chooses, unless ``whole_outputs``."""
+        before = self.decoding, self.whole_outputs, self.writes_logits
+        self.decoding, self.whole_outputs, self.writes_logits = True, whole_outputs, writes_logits
+        self.outputs_described = {}
         try:
             yield
         finally:
-            self.decoding = before
+            self.decoding, self.whole_outputs, self.writes_logits = before
 
     def callable_part(self, module: nn.Module) -> Callable[..., Any]:
         """A part of the model to be called by itself, over the stages that hold its blocks: the encoder, in ``generate``."""
@@ -163,12 +174,13 @@ class ModelProgram:
         kwargs = {name: value for name, value in batch.items() if value is not None}
         _refuse_packed_without_mask(kwargs, self.model)
         kwargs["use_cache"] = False
-        self._check_loss()
-        micros = weigh_by_labels(split_batch(kwargs, self.state.micro_batch_size), shift_labels=self.shifts_labels)
+        self.check_loss()
+        micros = split_batch(kwargs, self.state.micro_batch_size)
+        micros = weigh_by_labels(micros, shift_labels=self.shifts_labels, divides_by_count=self.divides_by_count)
         self.runtime.check(micros)
         return self.prepared(micros, self.model, kwargs)
 
-    def _check_loss(self) -> None:
+    def check_loss(self) -> None:
         """Once for each loss function: the class's own, or one that was set on the model."""
         chosen = vars(self.model).get("_loss_function")
         if chosen is not self._loss_checked:
@@ -177,6 +189,7 @@ class ModelProgram:
                 twin.loss_function = chosen  # type: ignore[method-assign, assignment]
             twin.train()
             check_loss_adds_up(twin, shift_labels=self.shifts_labels)
+            self.divides_by_count = divides_by_count(twin)
             self._loss_checked = chosen
 
     def _refuse_collected(self, kwargs: Mapping[str, Any]) -> None:
@@ -251,9 +264,8 @@ class _SharedGradients:
         Raises:
             PlanError: it was added outside the blocks, where several stages may hold it.
         """
-        own = name.replace(".base_layer.", ".")  # adapters wrap modules
         try:
-            return self._plan.holders(self._plan.tensor(own))
+            return self._plan.holders(self._plan.tensor(name))
         except KeyError:
             if any(name.startswith(f"{block}.") for block in self._plan.blocks):
                 return ()
@@ -276,9 +288,14 @@ class _SharedGradients:
             for index in together[group]:
                 if gradients[index] is None:
                     gradients[index] = torch.zeros_like(parameters[index])
-            tensors = [gradient for index in together[group] if (gradient := gradients[index]) is not None]
+            tensors = [_local(gradient) for index in together[group] if (gradient := gradients[index]) is not None]
             all_reduce_together(tensors, self._groups[group])
         return gradients
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """The memory of a gradient; FSDP2 gives the ranks of one dp rank the same part on every stage."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _holder_group(mesh: Mesh, holders: tuple[int, ...]) -> Any:

@@ -15,12 +15,20 @@ from oslo_engine.pipeline.micro_batch import MicroBatch
 from oslo_engine.pipeline.orders import forward_orders, num_stages, schedule_orders
 from oslo_engine.pipeline.stage_program import StageProgram
 from oslo_engine.pipeline.timeline import Event
+from oslo_engine.pipeline.turns import Turns
 
 
 class OpenLoop(Protocol):
     """A micro-batch loop that is being iterated."""
 
     def abandon(self, problem: str) -> None: ...
+
+
+class BeforeBackward(Protocol):
+    """Hears of the backwards of a micro-batch loop."""
+
+    def __call__(self, *, last: bool) -> None:
+        """The user is about to call a micro-batch's backward; ``last``: gradients reach the parameters in this one."""
 
 
 class PipelineRuntime:
@@ -36,6 +44,8 @@ class PipelineRuntime:
     Attributes:
         timeline: set it to a list to have every computation noted in it; on an accelerator that waits for each one.
         open_loop: the loop that is being iterated, if any.
+        before_backward: told of every micro-batch that a loop hands out, where a wrapper of the model has to know.
+        turns: of several runs that share this rank, if that is how it is driven.
     """
 
     def __init__(self, program: StageProgram, links: PipelineLinks, *, schedule: str, device: torch.device) -> None:
@@ -44,6 +54,8 @@ class PipelineRuntime:
         self.program, self.links, self.schedule, self.device = program, links, schedule, device
         self.timeline: list[Event] | None = None
         self.open_loop: OpenLoop | None = None
+        self.before_backward: BeforeBackward | None = None
+        self.turns: Turns | None = None
         self._num_batches = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineRuntime:
@@ -71,6 +83,8 @@ class PipelineRuntime:
         self.refuse_open_loop()
         orders = forward_orders(self.schedule, self.links.axis.size, len(micros))
         autocast = AutocastState.capture(self.device)
+        if self.turns is not None:
+            self.turns.stop_at("forward")
         run = self._run(micros, orders=orders, training=False, keep_outputs=True, autocast=autocast)
         run.advance(len(run.actions))
         run.finish()
@@ -90,6 +104,7 @@ class PipelineRuntime:
             device=self.device,
             serial=self._num_batches,
             timeline=self.timeline,
+            turns=self.turns,
             **settings,
         )
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from oslo_engine.pipeline.fully_sharded import FullyShardedGradients
 from oslo_engine.pipeline.micro_batch import MicroBatch
 
 
@@ -16,6 +17,9 @@ class StageProgram(Protocol):
 
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters on this rank, each once, in an order that does not change during a batch."""
+
+    def fully_sharded(self) -> FullyShardedGradients | None:
+        """What runs the backwards of a batch, where FSDP2 has divided the parameters."""
 
     def run(self, stage: int, received: tuple[Tensor, ...], micro: MicroBatch) -> tuple[Tensor, ...] | Any:
         """The forward of one stage on one micro-batch, under the ambient grad mode and autocast.

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from oslo_engine.errors import PlanError, PolicyError
-from oslo_engine.plan.names import Faults, Names, names_part, split_optional
+from oslo_engine.plan.names import Faults, Names, names_part, split_optional, told_short, without_numbers
 from oslo_engine.plan.plan import RegionPlan
 from oslo_engine.plan.regions import match_region
 from oslo_engine.policy.schema import Policy
@@ -60,6 +60,7 @@ class _Matcher:
     def __init__(self, model: PreTrainedModel, policy: Policy, tp: int, expert_split: str) -> None:
         self.model, self.policy, self.tp, self.expert_split = model, policy, tp, expert_split
         self.names, self.found, self.faults = Names(model), Match(), Faults()
+        self.unmatched: list[tuple[str, str]] = []  # of the vocabulary: heads that only some classes have
 
     def run(self) -> Match:
         self._match_stacks()
@@ -105,7 +106,10 @@ class _Matcher:
             where = self.policy.where("vocabulary", kind)
             for pattern in patterns:
                 with self.faults.collect():
-                    found += [(name, self._cut_vocabulary(name, where)) for name in self.names.from_base(pattern)]
+                    there = self.names.from_base(pattern)
+                    found += [(name, self._cut_vocabulary(name, where)) for name in there]
+                    if not there:
+                        self.unmatched.append((pattern, where))
         for pattern in vocabulary.parameters:
             where = self.policy.where("vocabulary", "parameters")
             for full in self.names.parameters(self.names.base + pattern) or self.names.parameters(pattern):
@@ -136,6 +140,7 @@ class _Matcher:
         rules = {split_optional(pattern)[0]: pattern for pattern in self.policy.replicate}
         in_regions = {name for region in self.found.regions for name in (*region.once, *region.summed)}
         watched = tuple(f"{name}." for name in (*self._blocks(), *self._vocabulary_modules()))
+        failed = tuple(f"{place}." for place in self.faults.places)
         used = set()
         forgotten: dict[str, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -145,13 +150,21 @@ class _Matcher:
             if rule is not None:
                 used.add(rule)
                 self.found.replicated[name] = self.policy.replicate[rules[rule]]
-            elif parameter.ndim > 1 and name.startswith(watched):
-                forgotten.setdefault(_without_numbers(name), []).append(name)
+            elif parameter.ndim > 1 and name.startswith(watched) and not name.startswith(failed):
+                forgotten.setdefault(without_numbers(name), []).append(name)
         for rule, pattern in rules.items():
             if rule not in used and not split_optional(pattern)[1]:
                 where = self.policy.where("replicate", pattern)
-                self.faults.add(PolicyError(f"rule {pattern!r} matches no uncut parameter", where=where))
+                uncut = [name for name, _ in self.model.named_parameters() if name not in self.found.shards]
+                self.faults.add(
+                    PolicyError(
+                        f"rule {pattern!r} matches no uncut parameter",
+                        where=where,
+                        expected=f"part of the name of one: {told_short(list(dict.fromkeys(map(without_numbers, uncut))))}",
+                    )
+                )
         if forgotten:
+            self._tell_unmatched_vocabulary([names[0] for names in forgotten.values()])
             self.faults.add(
                 PolicyError(
                     f"the policy says nothing about {len(forgotten)} parameters",
@@ -161,6 +174,14 @@ class _Matcher:
                     ),
                     hint="cut them in a region, or say under `replicate` why each rank holds them whole",
                 )
+            )
+
+    def _tell_unmatched_vocabulary(self, forgotten: list[str]) -> None:
+        """A module of the vocabulary was not named: rules that matched nothing may have meant it."""
+        modules = [name for name in self._vocabulary_modules() if f"{name}.weight" in forgotten]
+        for pattern, where in self.unmatched if modules else ():
+            self.faults.add(
+                PolicyError(f"rule {pattern!r} of the vocabulary matches nothing", where=where, expected=" or ".join(modules))
             )
 
     def _blocks(self) -> list[str]:
@@ -189,7 +210,3 @@ class _Matcher:
                     got=f"not cut: {', '.join(uncut)}" if uncut else "cut in different ways",
                     hint="name every module that holds the parameter in the policy",
                 )
-
-
-def _without_numbers(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from oslo_engine.errors import PolicyError
+from oslo_engine.policy.schema_faults import joined
 
 
 class Names:
@@ -49,7 +51,16 @@ class Names:
         )
 
     def children(self, name: str) -> str:
-        return ", ".join(child for child, _ in self.modules[name].named_children())
+        return ", ".join(child for child, _ in self.modules[name].named_children()) or "no modules"
+
+    def modules_inside(self, name: str) -> list[str]:
+        """Every module within one, relative to it."""
+        return [path for path, _ in self.modules[name].named_modules() if path]
+
+    def tensors_inside(self, name: str) -> list[str]:
+        """Every parameter and buffer within a module, relative to it."""
+        module = self.modules[name]
+        return [path for path, _ in [*module.named_parameters(), *module.named_buffers()]]
 
 
 def split_optional(pattern: str) -> tuple[str, bool]:
@@ -64,20 +75,26 @@ def names_part(pattern: str, full: str) -> bool:
 
 
 class Faults:
-    """Everything that is wrong with a policy, told at once."""
+    """Everything that is wrong with a policy, told at once.
+
+    places: modules at which a rule failed, so that what else is missing there need not be told.
+    """
 
     def __init__(self) -> None:
         self.found: list[PolicyError] = []
+        self.places: list[str] = []
 
     @contextmanager
-    def collect(self) -> Iterator[None]:
+    def collect(self, *places: str) -> Iterator[None]:
         try:
             yield
         except PolicyError as fault:
             self.add(fault)
+            self.places += places
 
     def add(self, fault: PolicyError) -> None:
-        if str(fault) not in map(str, self.found):  # the same rule fails alike in every block
+        """The same rule fails alike in every block: it is told once."""
+        if without_numbers(str(fault)) not in (without_numbers(str(other)) for other in self.found):
             self.found.append(fault)
 
     def raise_any(self, describe: Callable[[], str]) -> None:
@@ -85,8 +102,16 @@ class Faults:
         Raises:
             PolicyError: there is a fault; of several, each with its place.
         """
-        if len(self.found) == 1:
-            raise self.found[0]
         if self.found:
-            told = "\n".join(f"- {fault}" for fault in self.found)
-            raise PolicyError(f"{len(self.found)} faults in the policy of {describe()}\n{told}", where=self.found[0].where)
+            raise joined(self.found, f"the policy of {describe()}")
+
+
+def without_numbers(text: str) -> str:
+    """Module names in a text with ``*`` for every number in them."""
+    return re.sub(r"(?<=\.)\d+(?=[.\s,:]|$)", "*", text)
+
+
+def told_short(names: Sequence[str], most: int = 12) -> str:
+    """A list for a message: the first few, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

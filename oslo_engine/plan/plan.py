@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from oslo_engine.shards import Shard, Span
 from oslo_engine.topology import Coordinate, Topology
+
+# Names that wrappers give to the module within: torch's activation checkpointing, torch.compile, PEFT's adapters.
+_WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod|base_layer)\.")
 
 
 @dataclass(frozen=True)
@@ -155,12 +159,17 @@ class Plan:
         return (tensor for tensor in self.tensors if pp_rank in self.holders(tensor))
 
     def tensor(self, name: str) -> TensorPlan:
-        """The tensor that has this name or alias.
+        """The tensor that has this name or alias, also where modules were wrapped since (checkpointing, torch.compile, PEFT).
 
         Raises:
             KeyError: there is none.
         """
-        return self._by_name[name]
+        found = self._by_name.get(name)
+        return self._by_name[_WRAPPERS.sub("", name)] if found is None else found
+
+    def knows(self, name: str) -> bool:
+        """Whether ``tensor`` finds one of this name."""
+        return name in self._by_name or _WRAPPERS.sub("", name) in self._by_name
 
     @property
     def _by_name(self) -> dict[str, TensorPlan]:

@@ -13,7 +13,8 @@ from oslo_engine.errors import PolicyError
 from oslo_engine.plan.names import Faults, Names, split_optional
 from oslo_engine.plan.plan import ArgumentPlan, ExpertsPlan, NormPlan, RegionPlan
 from oslo_engine.plan.units import FEATURE, Units
-from oslo_engine.policy.schema import Experts, Policy, Region, Unit
+from oslo_engine.plan.unmatched import no_attribute, unmatched_rules
+from oslo_engine.policy.schema import Experts, Policy, Unit
 from oslo_engine.shards import Shard, packed_shard
 
 EXPERT = "expert"
@@ -42,22 +43,21 @@ def match_region(
     matched: set[tuple[str, str]] = set()
     found = []
     for anchor in anchors:
-        with faults.collect():
+        with faults.collect(anchor):
             place = _Place(names, policy, name, anchor, tp, claim, matched)
             plan = place.deal_experts(region.experts) if by_expert and region.experts else place.match()
             found += [plan] if plan is not None else []
-    if not found:
-        if not region.optional and not faults.found:
-            faults.add(
-                PolicyError(
-                    f"region {name!r} matches no module",
-                    where=policy.where("regions", name, "at"),
-                    expected=f"{region.at or 'its columns and rows'!r} inside the blocks",
-                    got=names.children(anchors[0] if anchors else blocks[0]),
-                )
+    if not found and not region.optional and not faults.found:
+        faults.add(
+            PolicyError(
+                f"region {name!r} matches no module",
+                where=policy.where("regions", name, "at"),
+                expected=f"{region.at or 'its columns and rows'!r} inside the blocks",
+                got=names.children(anchors[0] if anchors else blocks[0]),
             )
-    elif not (by_expert and region.experts):
-        _check_all_matched(policy, name, region, matched, faults)
+        )
+    if matched and not (by_expert and region.experts):
+        faults.found += unmatched_rules(names, policy, name, anchors, matched, whole=bool(found))
     return found
 
 
@@ -231,7 +231,7 @@ class _Place:
             where = self._where(kind, pattern)
             owners = self._owners(path)
             if not owners and not may_lack:
-                raise PolicyError("no such attribute", where=where, got=f"{self.anchor}.{path}")
+                raise no_attribute(self.names.modules[self.anchor], f"{self.anchor}.{path}", path, where)
             for module_name, attribute in owners:
                 module = self.names.modules[module_name]
                 values = [
@@ -292,17 +292,3 @@ def _out_dim(module: nn.Module, module_name: str, where: str) -> int:
         where=where,
         got=f"{module_name}: {type(module).__name__}",
     )
-
-
-def _check_all_matched(policy: Policy, name: str, region: Region, matched: set[tuple[str, str]], faults: Faults) -> None:
-    kinds: dict[str, Any] = {
-        kind: getattr(region, kind) for kind in ("columns", "rows", "inner", "norms", "cut", "sum", "once")
-    }
-    for kind, rules in kinds.items():
-        for pattern in rules:
-            if (kind, pattern) not in matched and not split_optional(pattern)[1]:
-                faults.add(
-                    PolicyError(
-                        f"rule {pattern!r} matches nothing in any block", where=policy.where("regions", name, kind, pattern)
-                    )
-                )

@@ -72,11 +72,13 @@ class Units:
         rest = size - known
         items = features or sum(self.deal(unit, where).count for unit in open_units)
         if rest < 0 or (rest % items if items else rest):
+            what = "the size is no multiple of the number of items" if items else "the parts do not add up to the size"
+            open_part = f"a multiple of {items}" if items else ""
             raise PolicyError(
-                "the size is no multiple of the number of items",
+                what,
                 where=where,
-                expected=f"{f'{known} and ' if known else ''}a multiple of {items} ({' + '.join(parts)})",
-                got=f"dimension {dim} of {tuple(shape)}",
+                expected=f"{' and '.join(filter(None, [str(known) if known else '', open_part]))} ({' + '.join(parts)})",
+                got=f"dimension {dim} of {tuple(shape)}: {size}",
             )
         dealt = []
         for unit, width in named:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,19 @@ from pydantic import ValidationError
 
 from oslo_engine.errors import PolicyError
 from oslo_engine.policy.schema import Policy
+from oslo_engine.policy.schema_faults import HINT, joined, tell_faults, without_faults
 
 Lines = dict[str, str]
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NOT_EXTENDED = ("models", "name")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a file says. policy: without what is wrong in it; None if it says nothing without that. faults: what is wrong."""
+
+    policy: Policy | None
+    faults: tuple[PolicyError, ...] = ()
 
 
 def load_policy(path: Path, find_base: Callable[[str], Path]) -> Policy:
@@ -27,37 +37,31 @@ def load_policy(path: Path, find_base: Callable[[str], Path]) -> Policy:
     Raises:
         PolicyError: not readable, not YAML, unknown keys, wrong values, circular ``extends``; ``where`` is file:line.
     """
+    reading = read_policy(path, find_base)
+    if reading.faults:
+        raise joined(reading.faults, str(path), HINT)
+    assert reading.policy is not None
+    return reading.policy
+
+
+def read_policy(path: Path, find_base: Callable[[str], Path]) -> Reading:
+    """The same for a file that may say wrong things: they are collected, so that the rest can be looked at too.
+
+    Raises:
+        PolicyError: not readable, not YAML, circular ``extends``.
+    """
     content, lines = _read_with_base(path, find_base, ())
     content.setdefault("name", path.stem)
+    origin = {"origin": str(path), "lines": lines}
     try:
-        policy = Policy(**content)
+        return Reading(Policy(**content).model_copy(update=origin))
     except ValidationError as error:
-        raise _told(error, path, lines) from None
-    return policy.model_copy(update={"origin": str(path), "lines": lines})
-
-
-def _told(error: ValidationError, path: Path, lines: Lines) -> PolicyError:
-    """Every fault of the file in one error, each with its line."""
-    faults = []
-    for one in error.errors():
-        location = [str(part) for part in one["loc"] if part in _keys(lines)]
-        faults.append(
-            (
-                one["msg"].removeprefix("Value error, "),
-                f"{_line_of(lines, location, path)} ({'.'.join(map(str, one['loc']))})",
-                _shorten(one.get("input")),
-            )
-        )
-    hint = "docs/policies.md lists what a policy may say"
-    if len(faults) == 1:
-        what, where, got = faults[0]
-        return PolicyError(f"the policy is not valid: {what}", where=where, got=got, hint=hint)
-    told = "\n".join(f"- {where}: {what}, got {got}" for what, where, got in faults)
-    return PolicyError(f"the policy is not valid, {len(faults)} faults:\n{told}", where=str(path), hint=hint)
-
-
-def _keys(lines: Lines) -> set[str]:
-    return {part for key in lines for part in key.split(".")}
+        faults = tuple(tell_faults(error, lines, str(path)))
+        better = without_faults(content, error)
+    try:
+        return Reading(None if better is None else Policy(**better).model_copy(update=origin), faults)
+    except ValidationError:  # what is left contradicts itself
+        return Reading(None, faults)
 
 
 def _read_with_base(path: Path, find_base: Callable[[str], Path], chain: tuple[Path, ...]) -> tuple[dict[str, Any], Lines]:
@@ -70,11 +74,20 @@ def _read_with_base(path: Path, find_base: Callable[[str], Path], chain: tuple[P
     whole: dict[str, Any] = {}
     all_lines: Lines = {}
     for base in [bases] if isinstance(bases, str) else bases:
-        below, below_lines = _read_with_base(find_base(base), find_base, (*chain, path))
+        below, below_lines = _read_with_base(_base_of(base, find_base, lines["extends"]), find_base, (*chain, path))
         for own in _NOT_EXTENDED:
             below.pop(own, None)
         whole, all_lines = _lay_over(whole, below), all_lines | below_lines
     return _lay_over(whole, content), all_lines | lines
+
+
+def _base_of(name: str, find_base: Callable[[str], Path], where: str) -> Path:
+    try:
+        return find_base(name)
+    except PolicyError as error:
+        raise PolicyError(
+            f"extends {name!r}: {error.what}", where=where, expected=error.expected, got=name, hint=error.hint
+        ) from None
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Lines]:
@@ -86,10 +99,18 @@ def _read(path: Path) -> tuple[dict[str, Any], Lines]:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         raise PolicyError(
-            "the policy file is not YAML", where=f"{path}{line}", got=str(getattr(error, "problem", error))
+            "the policy file is not YAML",
+            where=f"{path}{line}",
+            got=str(getattr(error, "problem", error)),
+            hint="look at that line and the one above it: indentation, brackets, a colon without a space behind it, quotes",
         ) from None
     if not isinstance(node, yaml.MappingNode):
-        raise PolicyError("the policy file must hold a mapping", where=f"{path}:1", got=type(node).__name__)
+        raise PolicyError(
+            "the policy file must hold keys with values",
+            where=f"{path}:1",
+            got="nothing" if node is None else type(node).__name__.removesuffix("Node").lower(),
+            hint=HINT,
+        )
     lines: Lines = {"": f"{path}:1"}
     content = _convert(node, path, (), lines)
     return content, lines
@@ -102,7 +123,12 @@ def _convert(node: yaml.Node, path: Path, at: tuple[str, ...], lines: Lines) -> 
         for key_node, value_node in node.value:
             key = str(key_node.value)
             if key in found:
-                raise PolicyError("a key stands twice", where=f"{path}:{key_node.start_mark.line + 1}", got=key)
+                raise PolicyError(
+                    "a key stands twice",
+                    where=f"{path}:{key_node.start_mark.line + 1}",
+                    got=key,
+                    hint="the second would replace the first: join them, or take one away",
+                )
             found[key] = _convert(value_node, path, (*at, key), lines)
             lines[".".join((*at, key))] = f"{path}:{key_node.start_mark.line + 1}"
         return found
@@ -123,15 +149,3 @@ def _lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         else:
             merged[key] = value
     return merged
-
-
-def _line_of(lines: Lines, location: list[str], path: Path) -> str:
-    for depth in range(len(location), -1, -1):
-        if (line := lines.get(".".join(location[:depth]))) is not None:
-            return line
-    return str(path)
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else text[:77] + "..."

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 
 from oslo_engine.errors import PolicyError
-from oslo_engine.policy.loader import load_policy
+from oslo_engine.policy.loader import Reading, load_policy, read_policy
 from oslo_engine.policy.schema import Policy
+from oslo_engine.policy.schema_faults import nearest
 
 
 def find_policy(choice: Policy | str | Path | None, model_type: str) -> Policy:
@@ -37,8 +38,13 @@ def find_policy(choice: Policy | str | Path | None, model_type: str) -> Policy:
         return served[model_type]
     path = Path(choice)
     if path.suffix in (".yaml", ".yml"):
-        return load_policy(path, lambda name: _sibling_or_installed(path, name))
+        return load_policy(path, partial(_sibling_or_installed, path))
     return installed_policy(str(choice))
+
+
+def read_policy_file(path: Path) -> Reading:
+    """A policy file that may be wrong, and what is wrong with it; see ``loader.read_policy``."""
+    return read_policy(path, partial(_sibling_or_installed, path))
 
 
 @cache
@@ -72,7 +78,13 @@ def _folder() -> Path:
 def _installed_file(name: str) -> Path:
     file = _folder() / f"{name}.yaml"
     if not file.is_file():
-        raise PolicyError("no such policy", got=name, expected=f"one of: {', '.join(installed_names())}")
+        near = nearest(name, installed_names())
+        raise PolicyError(
+            "no such policy",
+            got=name,
+            expected=f"one of: {', '.join(installed_names())}",
+            hint=f"did you mean {near!r}?" if near else "a policy of your own is named by the path of its file",
+        )
     return file
 
 

@@ -186,8 +186,9 @@ class Policy(_Strict):
     refuse: dict[str, str] = {}
     not_with: dict[str, str] = {}
     sequence_parallel: bool = False
-    origin: str = Field(default="", exclude=True)
-    lines: dict[str, str] = Field(default={}, exclude=True)
+    # Set by the loader; a file cannot say them.
+    origin: str = Field(default="", exclude=True, validation_alias="(origin)")
+    lines: dict[str, str] = Field(default={}, exclude=True, validation_alias="(lines)")
 
     def where(self, *path: str) -> str:
         """``file:line`` of an entry, or of the nearest one above it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from oslo_engine.comm.mesh import Mesh
 from oslo_engine.comm.random import RandomStreams
 from oslo_engine.layers.deferred import DeferredConv1D, DeferredLinear
 from oslo_engine.layers.region import sequence_block
-from oslo_engine.layers.specialize import original_class, specialize
+from oslo_engine.layers.specialize import original_class, remove_specialization, specialize
 from oslo_engine.layers.vocabulary import vocab_parallel_embedding, vocab_parallel_head
 from oslo_engine.plan.plan import Plan, TensorPlan
 from oslo_engine.rewrite.regions import rewrite_regions, set_attributes, update_features
@@ -74,6 +75,30 @@ def apply_plan(
     model.__class__ = parallel_class
     model.__dict__["_oslo"] = state
     return state
+
+
+@dataclass(frozen=True)
+class Change:
+    """A behaviour that a module is given: see ``layers.specialize``."""
+
+    name: str
+    mixin: type
+    fields: dict[str, Any]
+
+
+def specialize_modules(model: nn.Module, changes: Sequence[Change]) -> None:
+    """Give modules another behaviour, each under what it has already. Inverse: ``restore_modules``."""
+    for change in changes:
+        specialize(model.get_submodule(change.name), change.mixin, **change.fields)
+
+
+def restore_modules(model: nn.Module, names: Sequence[str], mixins: tuple[type, ...], prefix: str) -> None:
+    """Take the behaviours of ``mixins`` from modules again, with the fields whose names begin with ``prefix``."""
+    for name in reversed(names):
+        module = model.get_submodule(name)
+        remove_specialization(module, mixins)
+        for key in [key for key in module.__dict__ if key.startswith(prefix)]:
+            del module.__dict__[key]
 
 
 class _Elsewhere:

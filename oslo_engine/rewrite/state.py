@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -27,7 +27,7 @@ class ParallelState:
     batches_compared: how many training batches the tp ranks have compared with one another.
     policy_hash: of what the policy said when the model was split; empty where there was none.
     unsplit: the whole model on meta, where something asked for its shapes.
-    agreements: what made the ranks choose the same tokens, in the ``generate`` that runs just now.
+    agreement: what makes the ranks go on together in the ``generate`` that runs just now.
     """
 
     plan: Plan
@@ -39,7 +39,7 @@ class ParallelState:
     batches_compared: int = 0
     policy_hash: str = ""
     unsplit: Any = None
-    agreements: list[Any] = field(default_factory=list)
+    agreement: Any = None
 
     def held(self) -> list[TensorPlan]:
         """The tensors this rank holds, in the order of the model."""

@@ -43,6 +43,7 @@ class Switch:
 
 
 class _Switchable:
+    hands_through = True  # see layers.specialize
     _oslo_switch: Switch
     _oslo_name: str
     _oslo_runs = False

@@ -1,16 +1,18 @@
-"""From what the user names to a model class and a config: a model type, a folder, a hub name, a config or a model."""
+"""From what the user names to a model class and a config: a model type, a folder, a hub name, a class, a config or a model."""
 
 from __future__ import annotations
 
 import copy
 import difflib
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from oslo_engine.errors import OsloError, UnsupportedError
 from oslo_engine.tiny.architectures import TASKS, class_names, tasks_of
@@ -25,7 +27,7 @@ class Subject:
     """What is verified.
 
     module, name: where the model class is defined. The ranks import it; this process need not.
-    by_name: whether only a model type was given, so that the config is its class's default.
+    by_name: whether only a model type or a class was given, so that the config is its class's default.
     """
 
     module: str
@@ -61,7 +63,7 @@ def find_subject(model: Any, task: str | None = None) -> Subject:
     """Resolve the ``model`` argument of ``verify``. The weights of a model are not looked at.
 
     Args:
-        model: a model type, a folder or hub name, a config or a model.
+        model: a model type, a folder or hub name, ``module:Class`` (found from the current folder too), a config or a model.
         task: causal, masked or seq2seq; None: the class that the config names, if it is a language model, else for
             encoder-decoders seq2seq, for others masked where there is such a class and the config is no decoder's.
 
@@ -87,6 +89,9 @@ def _by_name(name: str, task: str | None) -> Subject:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
     folder = Path(name)
+    if not folder.exists() and re.fullmatch(r"[\w.]+:\w+", name):
+        module, _, cls = name.partition(":")
+        return _by_class(module, cls, task)
     if not folder.is_dir() and name in CONFIG_MAPPING_NAMES:
         try:
             config = CONFIG_MAPPING[name]()
@@ -101,11 +106,42 @@ def _by_name(name: str, task: str | None) -> Subject:
         near = difflib.get_close_matches(name, CONFIG_MAPPING_NAMES, n=3)
         raise UnsupportedError(
             "there is no such model",
-            expected="a model type of Transformers, a folder with a config.json, or a name on the hub",
+            expected="a model type of Transformers, a folder with a config.json, module:Class, or a name on the hub",
             got=name,
             hint=f"did you mean {' or '.join(near)}?" if near else str(error).split("\n")[0],
         ) from None
     return _of_config(config, task)
+
+
+def _by_class(module: str, name: str, task: str | None) -> Subject:
+    """A class that is not Transformers' own, with the defaults of its config."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:  # a command's path lacks the folder it is called in
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        cls = getattr(import_module(module), name)
+        config = cls.config_class()
+    except Exception as error:  # whatever the module or the config raises
+        raise UnsupportedError(
+            "this class gives no config to build a model from",
+            where=f"{module}:{name}",
+            expected="a model class of an importable module, whose config_class has defaults",
+            got=f"{type(error).__name__}: {error}",
+            hint="run the command in the folder of the module, or put that on PYTHONPATH",
+        ) from error
+    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+        raise UnsupportedError("this is no model class", where=f"{module}:{name}", expected="a PreTrainedModel", got=repr(cls))
+    _check_task(cls.__name__, config, task)
+    return Subject(module, name, config, by_name=True)
+
+
+def _check_task(cls: str, config: PreTrainedConfig, task: str | None) -> None:
+    if task is not None and cls not in class_names(task, config.model_type):
+        raise UnsupportedError(
+            "the task of a model is that of its class",
+            where=f"task={task!r}",
+            expected="no task, or a model type or config instead of the class or model",
+            got=cls,
+        )
 
 
 def _of_config(config: PreTrainedConfig, task: str | None, *, by_name: bool = False) -> Subject:
@@ -141,13 +177,7 @@ def _of_model(model: Any, task: str | None) -> Subject:
         )
     if model.get_output_embeddings() is None:
         raise _no_language_model(cls.__name__)
-    if task is not None and cls.__name__ not in class_names(task, model.config.model_type):
-        raise UnsupportedError(
-            "the task of a model is that of its class",
-            where=f"task={task!r}",
-            expected="no task, or a config instead of the model",
-            got=cls.__name__,
-        )
+    _check_task(cls.__name__, model.config, task)
     return Subject(*_address(made_of), copy.deepcopy(model.config))
 
 

@@ -39,6 +39,7 @@ def verify(
     dtype: DType = "float32",
     dropout: float = 0.0,
     gradient_checkpointing: bool = False,
+    fuse: bool = False,
     seed: int = 0,
     timeout_s: float = 300,
 ) -> Report:
@@ -59,6 +60,7 @@ def verify(
         dtype: of weights and activations.
         dropout: probability; above 0 the checks are those of the masks.
         gradient_checkpointing: recompute activations in the split model.
+        fuse: let kernels compute what they can of the split model. Attention is then eager, so that they find its scores.
         seed: of weights, batches and masks.
         timeout_s: after which the ranks are ended.
 
@@ -82,6 +84,7 @@ def verify(
         dtype=dtype,
         dropout=dropout,
         gradient_checkpointing=gradient_checkpointing,
+        fuse=fuse,
         seed=seed,
     )
     subject = find_subject(model, task)

@@ -6,19 +6,16 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from oslo_engine.deploy.hidden_main import main_hidden
 from oslo_engine.errors import OsloError
 from oslo_engine.verify.report import Row
 from oslo_engine.verify.task import Message, Task
@@ -27,7 +24,6 @@ from oslo_engine.verify.task import Message, Task
 _PRELOAD = ["torch.distributed.pipelining.schedules", "transformers.generation.utils", "oslo_engine.verify.rank"]
 # After one rank has failed, the others may still say what they know: their errors often tell more.
 _GRACE_S = 3.0
-_starting = threading.Lock()
 
 
 @dataclass
@@ -89,21 +85,10 @@ def _start(task: Task, rank: int) -> tuple[Any, Connection]:
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_run_task, args=(task, rank, theirs), daemon=True, name=f"rank {rank}")
-    with _starting, _main_hidden():
+    with main_hidden():
         process.start()
     theirs.close()  # or the end of the rank would never be seen
     return process, ours
-
-
-@contextmanager
-def _main_hidden() -> Iterator[None]:
-    """The ranks need nothing of the user's script, and where it has no main guard, importing it would run it again."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 def _listen(ranks: list[Any], pipes: list[Connection], deadline: float) -> Outcome:

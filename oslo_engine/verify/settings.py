@@ -31,6 +31,7 @@ class Settings:
     dtype: DType = "float32"
     dropout: float = 0.0
     gradient_checkpointing: bool = False
+    fuse: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -66,6 +67,11 @@ class Settings:
     @property
     def num_ranks(self) -> int:
         return self.tp * self.pp
+
+    @property
+    def attention(self) -> dict[str, str]:
+        """Arguments of constructors. Eager attention calls dropout where it can be seen, and has scores to fuse."""
+        return {"attn_implementation": "eager"} if self.dropout or self.fuse else {}
 
     @property
     def num_blocks(self) -> int:

@@ -84,9 +84,7 @@ def build_trial(subject: Subject, settings: Settings, tied: bool | None, folder:
     Raises:
         OsloError: the model cannot be split this way.
     """
-    # Eager attention calls dropout where it can be seen; fused kernels draw their masks inside.
-    attention = {"attn_implementation": "eager"} if settings.dropout else {}
-    reference = subject.build(_construct, dtype=getattr(torch, settings.dtype), **attention)
+    reference = subject.build(_construct, dtype=getattr(torch, settings.dtype), **settings.attention)
     if settings.dtype == "float64":
         use_eager_experts(reference)
     fill(reference, settings.seed)
@@ -135,6 +133,7 @@ def split(reference: PreTrainedModel, settings: Settings) -> Any:
         micro_batch_size=settings.micro_batch_size,
         sequence_parallel=settings.sequence_parallel,
         expert_split=settings.expert_split,
+        fuse=settings.fuse or None,
         seed=settings.seed,
     )
     if settings.gradient_checkpointing:

@@ -7,6 +7,8 @@ carries.
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +85,80 @@ def test_split_it_says_the_same(rank_pool, folder: Path, unsplit, tp: int, pp: i
         assert torch.equal(split_tokens, tokens)
         # Under pp the tied matrix stands on both ends.
         assert held < num_parameters * (1 / (tp * pp) + (0.22 if pp > 1 else 0.08))
+
+
+def test_split_and_merged_by_the_command_line_it_is_the_same_checkpoint(folder: Path, unsplit, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    split, merged = tmp_path / "split", tmp_path / "merged"
+    for arguments in (("split", folder, split, "--tp", 2, "--pp", 2), ("verify", split), ("merge", split, merged)):
+        command = [sys.executable, "-c", "from oslo_engine.cli.main import main; main()", "checkpoint", *map(str, arguments)]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert len(list(split.glob("model_tp=*_pp=*.safetensors"))) == 4
+    before, after = load_file(folder / "model.safetensors"), load_file(merged / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].view(torch.int32), after[name].view(torch.int32)) for name in before)
+    logits, tokens = run(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32), prompts(merged))
+    assert torch.equal(logits, unsplit[0])
+    assert torch.equal(tokens, unsplit[1])
+
+
+def test_served_it_says_the_same_to_openai_s_client(folder: Path) -> None:
+    import threading
+    import time
+
+    import openai
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from served_model import served
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    unsplit = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    questions = [f"{number} plus {number % 7} is" for number in range(200)]
+    new = 4
+
+    def text_of_unsplit(prompt: str, new: int) -> str:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        output = unsplit.generate(**inputs, max_new_tokens=new, do_sample=False)
+        return tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+
+    with served(folder, "--tp", "2", "--name", "smollm2", timeout_s=200) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=500)
+
+        def ask(prompt: str, new: int) -> str:
+            return client.completions.create(model="smollm2", prompt=prompt, max_tokens=new, temperature=0).choices[0].text
+
+        assert "Paris" in ask(PROMPTS[0], 12)
+        assert ask(PROMPTS[0], 12) == text_of_unsplit(PROMPTS[0], 12)
+        messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
+        chat: dict[str, Any] = {"model": "smollm2", "messages": messages, "max_tokens": 12, "temperature": 0}
+        wanted = text_of_unsplit(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), 12)
+        assert client.chat.completions.create(**chat).choices[0].message.content == wanted
+        events = client.chat.completions.create(**chat, stream=True)
+        assert "".join(event.choices[0].delta.content or "" for event in events) == wanted
+
+        start = time.perf_counter()
+        for prompt in questions[:8]:
+            ask(prompt, 16)
+        alone_s = time.perf_counter() - start
+        start = time.perf_counter()
+        threads = [threading.Thread(target=ask, args=(prompt, 16)) for prompt in questions[:8]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert alone_s / (time.perf_counter() - start) > 2
+
+        texts: dict[str, str] = {}
+
+        def ask_all(mine: list[str]) -> None:
+            texts.update({prompt: ask(prompt, new) for prompt in mine})
+
+        threads = [threading.Thread(target=ask_all, args=(questions[start::8],)) for start in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert texts == {prompt: text_of_unsplit(prompt, new) for prompt in questions}

@@ -152,9 +152,7 @@ def refused_generation(tp: int, pp: int, option: str, value: Any) -> list[str]:
     return [*told, "the next is right" if torch.equal(plain, again) else "the next is wrong"]
 
 
-@pytest.mark.parametrize(
-    ("tp", "pp", "option", "value"), [(2, 1, "prompt_lookup_num_tokens", 2), (1, 2, "output_logits", True)]
-)
+@pytest.mark.parametrize(("tp", "pp", "option", "value"), [(2, 1, "use_mtp", True), (1, 2, "assistant_early_exit", 1)])
 def test_what_ranks_cannot_agree_on_is_refused(rank_pool, tp: int, pp: int, option: str, value: Any) -> None:
     for refused, after in rank_pool(2).run(refused_generation, tp, pp, option, value):
         assert refused.startswith(UnsupportedError.__name__)

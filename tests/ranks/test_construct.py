@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import oslo_engine as oslo
 import small_models
-from oslo_engine.errors import CheckpointError, UnsupportedError
+from oslo_engine.errors import CheckpointError, DeploymentError, UnsupportedError
 from oslo_engine.rewrite.state import parallel_state
 
 NAMES = ["gpt2", "llama", "bert", "t5"]
@@ -106,7 +106,7 @@ def options(folder: Path) -> dict[str, Any]:
     errors = []
     for arguments, error in (
         ({"device_map": "auto"}, UnsupportedError),
-        ({"deployment": True}, UnsupportedError),
+        ({"deployment": True}, DeploymentError),
         ({"no_such_option": 1}, TypeError),
     ):
         with pytest.raises(error) as caught:

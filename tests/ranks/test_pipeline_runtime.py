@@ -326,6 +326,9 @@ class OracleProgram:
     def parameters(self) -> list[nn.Parameter]:
         return list(self.stage.parameters())
 
+    def fully_sharded(self) -> None:
+        return None
+
     def run(self, stage: int, received: tuple[Tensor, ...], micro: Any) -> Any:
         x = self.stage(micro.kwargs["input_ids"] if stage == 0 else received[0])
         if not self.stage.last:

@@ -109,7 +109,6 @@ def refusals() -> list[str]:
         lambda: oslo.parallelize(model, tp=2),
         lambda: model.save_pretrained("anywhere"),
         lambda: model.resize_token_embeddings(7),
-        lambda: model.generate(batch()["input_ids"], num_beams=2, do_sample=True, max_new_tokens=2),
     ):
         try:
             call()
@@ -122,7 +121,7 @@ def refusals() -> list[str]:
 def test_bad_input_raises_the_same_on_every_rank(rank_pool) -> None:
     first, second = rank_pool(2).run(refusals)
     assert first == second
-    assert len(first) == 9
+    assert len(first) == 8
     assert "tp=3, pp=1, world size=2" in first[0]
     assert "no such policy" in first[2]
     assert "parallelized already" in first[5]

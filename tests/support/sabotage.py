@@ -48,7 +48,7 @@ def tied_gradients_not_summed() -> None:
 def micro_batches_weigh_the_same() -> None:
     from oslo_engine.pipeline import model_program
 
-    model_program.weigh_by_labels = lambda micros, *, shift_labels: micros
+    model_program.weigh_by_labels = lambda micros, **_: micros
 
 
 def replicated_gradients_counted_twice() -> None:
@@ -65,14 +65,14 @@ def clipping_forgotten() -> None:
 
 
 def last_token_chosen_by_another_rule() -> None:
-    from oslo_engine.generation import agreement
+    from oslo_engine.generation import choices
 
-    original = agreement.AgreeOnTokens._choose
+    original = choices.Choice.__call__
 
-    def choose(self: Any, scores: torch.Tensor, count: int) -> Any:
-        return original(self, -scores if self.beams == 1 else scores.flip(-1), count)
+    def call(self: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return original(self, input_ids, -scores if self._beams == 1 else scores.flip(-1))
 
-    agreement.AgreeOnTokens._choose = choose  # type: ignore[method-assign]
+    choices.Choice.__call__ = call  # type: ignore[method-assign]
 
 
 def same_masks_on_all_ranks() -> None:
@@ -145,16 +145,16 @@ def a_rank_sleeps() -> None:
 
 def _on_rank_1(misfortune: Callable[[], Any]) -> None:
     """In the middle of generation, while the others wait for it."""
-    from oslo_engine.generation import agreement
+    from oslo_engine.generation import choices
 
-    original = agreement.AgreeOnTokens.__call__
+    original = choices.Choice.__call__
 
     def call(self: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if dist.get_rank() == 1:
             misfortune()
         return original(self, input_ids, scores)
 
-    agreement.AgreeOnTokens.__call__ = call  # type: ignore[method-assign]
+    choices.Choice.__call__ = call  # type: ignore[method-assign]
 
 
 def a_carried_value_is_forgotten() -> None:

@@ -109,6 +109,9 @@ class ToyProgram:
     def parameters(self) -> list[nn.Parameter]:
         return list(self.named_parameters().values())
 
+    def fully_sharded(self) -> None:
+        return None
+
     def run(self, stage: int, received: Values, micro: MicroBatch) -> Values | Output:
         if self.fail_at == ("forward", stage, micro.index):
             raise ArithmeticError(f"stage {stage} cannot")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,9 @@ def assert_refused(ran: Result, complaint: str) -> None:
         (("vit", "--tp", 2), "with a head"),
         (("llama", "--task", "masked"), "no masked language model"),
         (("gpt2", "--task", "tagging"), "no such task"),
+        (("transformers:GPT2Modle",), "gives no config"),
+        (("transformers:BertForMaskedLM", "--task", "causal"), "that of its class"),
+        (("no_such_module:Model",), "No module named"),
     ],
     ids=str,
 )
@@ -103,7 +107,7 @@ def test_policy_check_passes_on_every_installed_policy(name: str) -> None:
             "matches nothing",
         ),
         ("extends: gpt2\nmodels: [gpt2]\nregions:\n  mlp:\n    rows:\n      c_proj: wing\n", 6, "unknown unit"),
-        ("extends: gpt2\nmodels: [gpt2]\nregoins: {}\n", 3, "not valid"),
+        ("extends: gpt2\nmodels: [gpt2]\nregoins: {}\n", 3, "unknown key 'regoins'"),
         ("extends: gpt2\nmodels: [gpt2]\nvocabulary:\n  heads: [wte]\n", 4, "cut by two rules"),
     ],
     ids=["rule without a match", "unknown unit", "unknown key", "two rules"],
@@ -115,6 +119,35 @@ def test_policy_check_names_the_line_of_a_fault(tmp_path: Path, text: str, line:
     assert ran.exit_code == 1, ran.output
     assert f"{file}:{line}" in ran.output
     assert complaint in ran.output
+
+
+def test_policy_check_tells_wrong_words_and_what_matches_nothing_together(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "extends: gpt2\nmodels: [gpt2]\nregoins: {}\n"
+        "vocabulary:\n  heads: [lm_haed]\n"
+        "regions:\n  again:\n    at: mlp\n    colums: {c_fc: feature}\n    rows: {c_proj: feature}\n"
+    )
+    ran = run("policy", "check", file)
+    assert ran.exit_code == 1
+    places = {f"{file}:{line}" for line in (3, 5, 7, 9)}
+    assert all(place in ran.output for place in places), ran.output
+    for complaint in (
+        "'regoins'",
+        "did you mean 'columns'",
+        "cut by two rules",
+        "'lm_haed' of the vocabulary",
+        "lm_head.weight",
+    ):
+        assert complaint in ran.output
+
+
+def test_policy_check_takes_a_class_that_is_not_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT / "examples" / "custom_architecture")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.delitem(sys.modules, "modeling", raising=False)
+    ran = run("policy", "check", "heron.yaml", "--model", "modeling:HeronForCausalLM")
+    assert (ran.exit_code, ran.output) == (0, "modeling:HeronForCausalLM: ok\n")
 
 
 def test_policy_check_with_another_model_than_it_serves() -> None:

@@ -38,7 +38,7 @@ def changed(model: Any, **changes: Any) -> Policy:
         for parent in parents:
             target = target[parent]
         target[last] = value
-    return Policy(**content, origin="test.yaml")
+    return Policy(**content).model_copy(update={"origin": "test.yaml"})
 
 
 def test_packed_attention_is_cut_head_by_head_in_each_part() -> None:
@@ -122,12 +122,52 @@ def test_a_policy_that_does_not_fit_is_refused(changes: dict[str, Any], message:
 def test_all_faults_of_a_policy_are_told_at_once() -> None:
     model = on_meta("gpt2")
     wrong = changed(
-        model, regions__mlp__columns={"c_fc": "feature", "gate": "feature"}, units={"head": {"count": "heads"}}, replicate={}
+        model,
+        regions__mlp__columns={"c_fc": "feature", "gate": "feature"},
+        units={"head": {"count": "heads"}},
+        vocabulary__heads=(),
     )
     with pytest.raises(
         PolicyError, match=r"(?s)faults in the policy.*unknown name 'heads'.*'gate' matches nothing.*says nothing about"
     ):
         match_policy(model, wrong, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"regions__mlp__rows": {"c_prj": "feature"}}, r"'c_prj' matches nothing.*c_fc, c_proj, act.*did you mean 'c_proj'"),
+        ({"regions__mlp__cut": {"c_fc.bais": "feature"}}, r"'c_fc.bais' matches nothing.*c_fc.weight, c_fc.bias"),
+        ({"regions__attention__set": {"num_head": "head"}}, r"a number of GPT2Attention: .*did you mean 'num_heads'"),
+        ({"vocabulary__heads": ("lm_haed",)}, r"'lm_haed' of the vocabulary matches nothing.*expected: lm_head"),
+        ({"replicate": {"wpe": "small", "wpee": "no"}}, r"'wpee' matches no uncut parameter.*transformer.h.\*.ln_1.weight"),
+        ({"regions__attention__columns": {"c_attn": ("head * 16",) * 4}}, r"do not add up.*256 \(.*dimension 1 of .*: 96"),
+    ],
+)
+def test_what_matches_nothing_is_told_with_what_is_there(changes: dict[str, Any], told: str) -> None:
+    model = on_meta("gpt2")
+    with pytest.raises(PolicyError, match=f"(?s){told}"):
+        match_policy(model, changed(model, **changes), 2)
+
+
+def test_a_fault_in_every_block_is_told_once_and_hides_no_other() -> None:
+    model = on_meta("gpt2")
+    wrong = changed(
+        model,
+        regions__mlp__columns={"c_fc": "feature", "gate": "feature"},
+        regions__mlp__rows={"c_prj": "feature"},
+        vocabulary__heads=("lm_haed",),
+    )
+    with pytest.raises(PolicyError) as error:
+        match_policy(model, wrong, 2)
+    told = [line for line in str(error.value).splitlines() if line.startswith("- ")]
+    assert [line.partition(" in ")[0] for line in told] == [
+        "- region 'mlp' lacks rows",
+        "- rule 'gate' matches nothing",
+        "- rule 'c_prj' matches nothing",
+        "- rule 'lm_haed' of the vocabulary matches nothing",
+        "- the policy says nothing about 1 parameters",
+    ]
 
 
 def test_a_rule_that_may_match_nothing_is_let_be() -> None:

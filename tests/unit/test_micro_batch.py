@@ -209,3 +209,8 @@ def test_fingerprint_takes_every_dtype_and_layout(dtype: torch.dtype) -> None:
     fingerprints = {int(fingerprint(split_batch({"x": t}, 3))) for t in (x, x.t().contiguous().t(), x.clone())}
     assert len(fingerprints) == 1
     assert int(fingerprint(split_batch({"x": torch.zeros(3, 0)}, 1))) == 0
+
+
+def test_a_model_that_ignores_the_number_of_items_is_weighed_by_its_labels() -> None:
+    batch = {"input_ids": ids(2), "labels": ids(2), "num_items_in_batch": 7}
+    assert loss_weights(split_batch(batch, 1), shift_labels=True, divides_by_count=False) == [0.5, 0.5]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from oslo_engine.errors import PolicyError
-from oslo_engine.policy.registry import find_policy, installed_names, policies_by_model_type
+from oslo_engine.policy.registry import find_policy, installed_names, policies_by_model_type, read_policy_file
 from oslo_engine.policy.schema import Policy
 
 GOOD = """\
@@ -89,9 +89,40 @@ def test_several_policies_can_be_extended_and_parts_are_no_policies(tmp_path: Pa
     assert not any(name.startswith("_") for name in installed_names())
 
 
+def test_an_unknown_key_is_told_with_what_may_stand_there(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"(?s)unknown key 'colums'.*expected: at, when, .*columns.*did you mean 'columns'"):
+        find_policy(write(tmp_path, GOOD.replace("columns", "colums")), "x")
+    with pytest.raises(PolicyError, match=r"(?s)unknown key 'pre'.*\(units.head.pre\).*expected: count, per, blocks"):
+        find_policy(write(tmp_path, GOOD.replace("num_attention_heads", "{count: 4, pre: kv}")), "x")
+    with pytest.raises(PolicyError, match="'models' is missing"):
+        find_policy(write(tmp_path, GOOD.replace("models: [mine]\n", "")), "x")
+
+
+@pytest.mark.parametrize("own", ["origin: here", "lines: {}"])
+def test_a_file_cannot_say_what_the_loader_does(tmp_path: Path, own: str) -> None:
+    with pytest.raises(PolicyError, match="unknown key"):
+        find_policy(write(tmp_path, f"{GOOD}{own}\n"), "x")
+
+
+def test_a_base_that_is_not_there_is_told_with_its_line_and_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"(?s)extends 'lama': no such policy.*mine\.yaml:2.*did you mean 'llama'"):
+        find_policy(write(tmp_path, "models: [mine]\nextends: lama\n"), "x")
+
+
+def test_a_file_with_faults_is_read_as_it_was_meant(tmp_path: Path) -> None:
+    text = GOOD.replace("columns", "colums").replace("up: feature", "up: 'a ? b'") + "frobnicate: 1\n"
+    reading = read_policy_file(write(tmp_path, text.replace("'a ? b'", "feature")))
+    assert [fault.what for fault in reading.faults] == ["unknown key 'colums'", "unknown key 'frobnicate'"]
+    assert reading.policy is not None
+    assert reading.policy.regions["mlp"].columns == {"up": ("feature",)}
+    assert read_policy_file(write(tmp_path, text)).policy is None  # the region has no columns left
+
+
 def test_text_that_is_not_yaml_is_named_with_its_line(tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match=r"(?s)not YAML.*mine\.yaml:2"):
+    with pytest.raises(PolicyError, match=r"(?s)not YAML.*mine\.yaml:2.*hint: "):
         find_policy(write(tmp_path, "models: [a]\nstacks: {a: b: c}\n"), "x")
+    with pytest.raises(PolicyError, match=r"(?s)keys with values.*got: nothing"):
+        find_policy(write(tmp_path, "# to be written\n"), "x")
 
 
 def test_a_key_may_not_stand_twice(tmp_path: Path) -> None:

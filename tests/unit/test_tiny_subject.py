@@ -62,6 +62,12 @@ def test_model_of_another_head_keeps_its_class() -> None:
         assert find_subject(BertLMHeadModel(BertConfig(num_hidden_layers=1, is_decoder=True))).name == "BertLMHeadModel"
 
 
+def test_class_is_named_by_its_module() -> None:
+    subject = find_subject("transformers.models.gpt2.modeling_gpt2:GPT2LMHeadModel")
+    assert subject.load_class() is GPT2LMHeadModel
+    assert subject.config.model_type == "gpt2"
+
+
 def test_class_that_ranks_cannot_import_is_refused() -> None:
     class Local(GPT2LMHeadModel):
         pass

@@ -86,10 +86,11 @@ def _load(trial: Trial, folder: Any, tp: int, pp: int) -> Any:
         schedule=settings.schedule if pp > 1 else "1f1b",
         expert_split=settings.expert_split,
         dtype="auto",
+        **settings.attention,
     )
     if settings.dtype == "float64":
         use_eager_experts(model)
-    return model
+    return model.fuse() if settings.fuse else model
 
 
 def _load_elsewhere(trial: Trial, folder: Any) -> tuple[str, Any]:

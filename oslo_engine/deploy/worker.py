@@ -1,0 +1,191 @@
+"""What one worker does: join the others, load its slice, and run what the parent sends until it is told to stop."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from oslo_engine.deploy.batching import looks_back
+from oslo_engine.deploy.generating import run_prompts
+from oslo_engine.deploy.messages import Problem, Ready, Result, RunMethod, RunPrompts, Stop, Traits, pack, receive
+from oslo_engine.deploy.settings import Deployment
+from oslo_engine.errors import DeploymentError
+
+UNREADABLE = -2  # instead of a call's number, which is not known then
+# A worker waits here for the others in the middle of a call; the parent ends it long before where one of them has died.
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A worker's place.
+
+    folder: shared by all of them. load: packed, a function without arguments that returns the model.
+    """
+
+    rank: int
+    num_ranks: int
+    folder: Path
+    load: bytes
+    settings: Deployment
+    seed: int
+
+
+def run_worker(assignment: Assignment, pipe: Connection) -> None:
+    """The whole life of a worker's process: whatever happens in it, the parent hears."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    threading.Thread(target=_die_with_parent, args=(assignment.folder,), daemon=True).start()
+    try:
+        _join(assignment)
+        load: Callable[[], Any] = pickle.loads(assignment.load)
+        model = load()
+        pipe.send_bytes(pack(Ready(_traits(model))))
+    except BaseException as error:
+        pipe.send_bytes(pack(_problem(-1, error)))
+        os._exit(1)  # the others may be anywhere: no farewell to the process group
+    _serve(model, assignment.rank, pipe)
+    os._exit(0)
+
+
+def _serve(model: Any, rank: int, pipe: Connection) -> None:
+    while True:
+        try:
+            work = receive(pipe)
+        except (EOFError, OSError):
+            return
+        except Exception as error:
+            unreadable = DeploymentError(
+                "the arguments of a call could not be read in a worker",
+                where=f"rank {rank}",
+                got=str(error),
+                hint="what is passed must be defined in a module that can be imported, not in the script itself",
+            )
+            pipe.send_bytes(pack(_problem(UNREADABLE, unreadable)))
+            continue
+        if isinstance(work, Stop):
+            return
+        if not isinstance(work, (RunMethod, RunPrompts)):
+            continue  # a cancellation of what has ended meanwhile
+        try:
+            value = _run(model, work, rank, pipe)
+            packed = pack(to_host(value)) if rank == 0 else None
+            pipe.send_bytes(pack(Result(work.number, packed, _sequence())))
+        except (KeyboardInterrupt, SystemExit):
+            return
+        except BaseException as error:
+            pipe.send_bytes(pack(_problem(work.number, error)))
+
+
+def _run(model: Any, work: RunMethod | RunPrompts, rank: int, pipe: Connection) -> Any:
+    if work.seed is not None:
+        torch.manual_seed(work.seed)
+    with torch.no_grad():
+        if isinstance(work, RunPrompts):
+            return run_prompts(model, work, pipe if rank == 0 else None)
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(_device(model)), (work.args, work.kwargs))
+        return getattr(model, work.method)(*args, **kwargs)
+
+
+def _device(model: Any) -> torch.device:
+    return next(model.parameters()).device
+
+
+def to_host(value: Any) -> Any:
+    """A value that can travel: tensors on the CPU, without the storage around a view; without caches, which stay here."""
+    from transformers.cache_utils import Cache
+
+    def travelling(leaf: Any) -> Any:
+        if isinstance(leaf, Cache):
+            return None
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaf = leaf.detach().cpu()
+        whole = leaf.untyped_storage().nbytes() == leaf.numel() * leaf.element_size()
+        return leaf if whole and leaf.is_contiguous() else leaf.contiguous().clone()
+
+    return pytree.tree_map(travelling, value, is_leaf=lambda leaf: isinstance(leaf, Cache))
+
+
+def _problem(number: int, error: BaseException) -> Problem:
+    trace = "".join(traceback.format_exception(error))
+    try:
+        packed: bytes | None = pack(error)
+        pickle.loads(packed or b"")
+    except Exception:
+        packed = None
+    summary = str(error).partition("\n")[0]
+    return Problem(number, packed, f"{type(error).__name__}: {summary}", trace, _sequence())
+
+
+def _sequence() -> tuple[tuple[str, int], ...]:
+    """Collectives run so far in each process group, by its ranks and its place among the groups of those.
+
+    Where ranks differ in these after a failed call, one of them would take what was meant for it then as the next call's.
+    """
+    if not dist.is_initialized():
+        return ()
+    counts: list[tuple[str, int]] = []
+    seen: Counter[str] = Counter()
+    for group in dist.distributed_c10d._world.pg_map:
+        ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
+        counts.append((f"{ranks} {seen[ranks]}", int(group._get_sequence_number_for_group())))  # type: ignore[attr-defined]
+        seen[ranks] += 1
+    return tuple(counts)
+
+
+def _traits(model: Any) -> Traits:
+    config, generation = model.config, getattr(model, "generation_config", None)
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    return Traits(
+        config=config,
+        generation_config=generation,
+        mixes_lengths=takes_positions and not config.is_encoder_decoder and not getattr(model, "_is_stateful", False),
+        beams=getattr(generation, "num_beams", None) or 1,
+        looks_back=looks_back(generation),
+    )
+
+
+def _join(assignment: Assignment) -> None:
+    """A process group over a file: no port is taken. NCCL where every worker has a GPU of its own, else gloo."""
+    on_gpu = torch.cuda.device_count() >= assignment.num_ranks
+    if on_gpu:
+        torch.cuda.set_device(assignment.rank)
+    threads = assignment.settings.threads_per_worker
+    if threads is not None or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // assignment.num_ranks))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    torch.manual_seed(assignment.seed)
+    store = dist.FileStore(str(assignment.folder / "store"), assignment.num_ranks)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=assignment.rank,
+        world_size=assignment.num_ranks,
+        timeout=_COLLECTIVE_TIMEOUT,
+    )
+
+
+def _die_with_parent(folder: Path) -> None:
+    parent: Any = parent_process()
+    wait([parent.sentinel])
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)

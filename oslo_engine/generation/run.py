@@ -1,0 +1,107 @@
+"""``generate`` of a split model: Transformers' own, on every rank, with what makes the ranks agree in its place."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from oslo_engine.errors import UnsupportedError
+from oslo_engine.generation.agreement import Agreement
+from oslo_engine.generation.groups import fill_token, generate_in_groups, number_of_groups
+from oslo_engine.generation.stopping import GuardedStreamer
+from oslo_engine.rewrite.state import ParallelState, parallel_state
+
+_ASSISTED = ("assistant_model", "prompt_lookup_num_tokens")
+
+
+def run_generate(
+    model: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], decode_groups: int | None
+) -> Any:
+    """Args:
+        original: ``generate`` of the model's class, bound.
+        decode_groups: of rows, in a pipeline; see ``number_of_groups``.
+
+    Raises:
+        UnsupportedError: a way to generate that ranks cannot do together.
+
+    Communication: collective over tp and pp.
+    """
+    state = parallel_state(model)
+    given = _by_name(original, args, kwargs)
+    asked = _Asked(model, given)
+    _refuse(asked, pipeline=state.program is not None)
+    assisted = any(asked(name) is not None for name in _ASSISTED)
+    agreement = Agreement.begin(
+        state.mesh.model,
+        deciding_rank(state),
+        state.mesh.device,
+        own_processors=bool(given.get("logits_processor")) or given.get("prefix_allowed_tokens_fn") is not None,
+        # The clocks of the ranks differ.
+        own_stops=bool(given.get("stopping_criteria")) or given.get("streamer") is not None or asked("max_time") is not None,
+        assisted=assisted,
+    )
+    if given.get("streamer") is not None:
+        given["streamer"] = GuardedStreamer(given["streamer"], agreement)
+    before, state.agreement = state.agreement, agreement
+    shows_logits = bool(asked("output_logits")) and bool(asked("return_dict_in_generate"))
+    program = state.program
+    try:
+        with program.generating(whole_outputs=shows_logits, writes_logits=assisted) if program is not None else nullcontext():
+            groups = number_of_groups(model, state, agreement, given, asked, decode_groups)
+            if groups > 1:
+                return generate_in_groups(state, original, given, groups, fill_token(asked))
+            output = original(**given)
+    finally:
+        state.agreement = before
+    if agreement.scores:
+        output["scores"] = tuple(agreement.scores)
+    return output
+
+
+def deciding_rank(state: ParallelState) -> int:
+    """Of the ranks that hold one copy of the model: tp rank 0 of the last stage."""
+    return state.plan.rank_of_stage[-1] * state.plan.topology.tp
+
+
+def _by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = list(inspect.signature(original).parameters)
+    if len(args) > len(names):
+        raise TypeError(f"generate takes {len(names)} arguments without a name, got {len(args)}")
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+class _Asked:
+    """What one setting is in this call."""
+
+    def __init__(self, model: Any, given: Mapping[str, Any]) -> None:
+        self.model, self._given = model, given
+        self._config = given.get("generation_config") or model.generation_config
+
+    def __call__(self, name: str) -> Any:
+        value = self._given.get(name)
+        return getattr(self._config, name, None) if value is None else value
+
+
+def _refuse(asked: _Asked, *, pipeline: bool) -> None:
+    """Ways to generate in which tokens are proposed from inside the split model, or whose state has no place in a pipeline."""
+    for name in ("assistant_early_exit", "use_mtp"):
+        if asked(name):
+            raise UnsupportedError(
+                "a split model does not propose tokens to itself",
+                got=f"{name}={asked(name)}",
+                hint="assistant_model=... and prompt_lookup_num_tokens=... work",
+            )
+    if asked("speculation_type") is not None and asked("assistant_model") is not None:
+        raise UnsupportedError(
+            "an assistant that reads the layers of a split model does not work",
+            got=f"speculation_type={asked('speculation_type')!r}",
+            hint="use an assistant that is a model of its own",
+        )
+    if pipeline and not asked.model._supports_default_dynamic_cache() and asked("use_cache") is not False:
+        raise UnsupportedError(
+            "a pipeline cannot continue from the state that this class keeps between tokens",
+            where=type(asked.model).__name__,
+            hint="pass use_cache=False: every step then computes the whole text anew",
+        )

@@ -1,0 +1,170 @@
+"""Transformers' Trainer on a split model: the curves, norms, metrics and predictions of the unsplit one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import oslo_engine as oslo
+from oslo_engine.errors import UnsupportedError
+from trainer_runs import Texts, as_launched, collate, curve, reference_trainer, split_trainer
+from training_runs import Recipe, optimizer_for, unsplit
+
+
+def trained(folder: Path, tp: int, pp: int, more: dict[str, Any]) -> dict[str, Any]:
+    trainer = split_trainer(folder, tp, pp, **more)
+    trainer.train()
+    metrics = trainer.evaluate()
+    predicted = trainer.predict(trainer.eval_dataset)
+    trainer.save_model(str(folder / "merged"))
+    return {
+        "loss": curve(trainer),
+        "norm": curve(trainer, "grad_norm"),
+        "eval": metrics["eval_loss"],
+        "predictions": predicted.predictions,
+    }
+
+
+SLOW = pytest.mark.slow
+SETTINGS = [(2, 2, 1), (2, 1, 2), *(pytest.param(*more, marks=SLOW) for more in [(2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 2)])]
+
+
+@pytest.mark.parametrize(("tp", "pp", "accumulation"), SETTINGS)
+def test_it_trains_evaluates_and_predicts_as_on_one_process(
+    rank_pool: Any, tmp_path: Path, tp: int, pp: int, accumulation: int
+) -> None:
+    rows, more = 8 // accumulation, {"gradient_accumulation_steps": accumulation}
+    theirs = {**more, "per_device_train_batch_size": rows * tp * pp // 4}
+    reference = reference_trainer(tmp_path / "one", **more, per_device_train_batch_size=rows)
+    reference.train()
+    wanted = reference.predict(reference.eval_dataset)
+    for found in rank_pool(4).run(trained, tmp_path, tp, pp, theirs):
+        assert found["loss"] == pytest.approx(curve(reference), rel=1e-4)
+        assert found["norm"] == pytest.approx(curve(reference, "grad_norm"), rel=1e-4)
+        assert found["predictions"].shape == wanted.predictions.shape
+        real = wanted.label_ids != -100  # copies pad their own part of a batch
+        torch.testing.assert_close(found["predictions"][real], wanted.predictions[real], rtol=1e-3, atol=1e-4)
+    merged = oslo.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    for name, value in merged.named_parameters():
+        torch.testing.assert_close(value, reference.model.get_parameter(name), rtol=1e-3, atol=1e-5, msg=name)
+
+
+def interrupted(folder: Path, tp: int, pp: int) -> list[float]:
+    """Three steps, saved each, the best of them kept; the losses of the three steps that would have followed."""
+    best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    trainer = split_trainer(folder / "run", tp, pp, save_strategy="steps", save_steps=3, save_total_limit=2, **best)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-3")  # other texts are not learnt
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(curve(trainer, "eval_loss")[0], rel=1e-6)
+    return curve(trainer)[3:]
+
+
+def resumed(folder: Path, tp: int, pp: int, copies: int) -> list[float]:
+    trainer = split_trainer(folder / f"again {tp} {pp}", tp, pp, save_strategy="no", per_device_train_batch_size=8 // copies)
+    trainer.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-3"))
+    assert trainer.state.global_step == 6
+    return curve(trainer)[3:]
+
+
+@pytest.mark.parametrize(("tp", "pp"), [pytest.param(2, 2, marks=SLOW), (2, 1)])
+def test_an_interrupted_training_goes_on_also_at_another_layout(rank_pool: Any, tmp_path: Path, tp: int, pp: int) -> None:
+    reference = reference_trainer(tmp_path / "one")
+    reference.train()
+    wanted = curve(reference)[3:]
+    assert rank_pool(4).run(interrupted, tmp_path, tp, pp)[0] == pytest.approx(wanted, rel=1e-4)
+    for ranks, other in [(4, (tp, pp)), (4, (1, 2)), (2, (2, 1))]:
+        copies = ranks // (other[0] * other[1])
+        for losses in rank_pool(ranks).run(resumed, tmp_path, *other, copies):
+            assert losses == pytest.approx(wanted, rel=1e-4)
+
+
+def translated(folder: Path, tp: int, pp: int) -> tuple[list[float], Any, float]:
+    trainer = split_trainer(folder, tp, pp, "t5", generate=True)
+    trainer.train()
+    predicted = trainer.predict(trainer.eval_dataset)
+    return curve(trainer), predicted.predictions, predicted.metrics["test_loss"]
+
+
+@pytest.mark.parametrize(("tp", "pp"), [pytest.param(2, 1, marks=SLOW), (2, 2)])
+def test_seq2seq_trainer_predicts_with_generate(rank_pool: Any, tmp_path: Path, tp: int, pp: int) -> None:
+    reference = reference_trainer(tmp_path, "t5", generate=True)
+    reference.train()
+    wanted = reference.predict(reference.eval_dataset)
+    for losses, tokens, loss in rank_pool(4).run(translated, tmp_path, tp, pp):
+        assert losses == pytest.approx(curve(reference), rel=1e-4)
+        # Copies fill the last batch with rows of the first; Transformers' own Seq2SeqTrainer leaves them in as well.
+        assert (tokens[: len(wanted.predictions)] == wanted.predictions).all()
+        if tp * pp == 4:  # copies take means over other batches
+            assert loss == pytest.approx(wanted.metrics["test_loss"], rel=1e-4)
+
+
+def outside_loss(folder: Path) -> str:
+    trainer = split_trainer(folder, 1, 2, label_smoothing_factor=0.1)
+    with pytest.raises(UnsupportedError) as refused:
+        trainer.train()
+    return str(refused.value)
+
+
+def test_a_loss_from_outside_of_the_model_is_refused_in_a_pipeline(rank_pool: Any, tmp_path: Path) -> None:
+    for message in rank_pool(2).run(outside_loss, tmp_path):
+        assert "label_smoothing_factor" in message
+
+
+def smoothed(folder: Path) -> list[float]:
+    trainer = split_trainer(folder, 2, 1, label_smoothing_factor=0.1)
+    trainer.train()
+    return curve(trainer)
+
+
+def test_label_smoothing_of_the_trainer_works_on_split_logits(rank_pool: Any, tmp_path: Path) -> None:
+    reference = reference_trainer(tmp_path, label_smoothing_factor=0.1)
+    reference.train()
+    for losses in rank_pool(2).run(smoothed, tmp_path):
+        assert losses == pytest.approx(curve(reference), rel=1e-4)
+
+
+def accelerated(folder: Path) -> tuple[list[float], list[float], int]:
+    """A loop as people write it for Accelerate, stopped and gone on with."""
+    as_launched()
+    found = []
+    for run in range(2):
+        model, _ = unsplit(Recipe())
+        oslo.parallelize(model, tp=2)
+        accelerator = oslo.Accelerator(cpu=True)
+        loader = DataLoader(Texts(fixed=6), batch_size=4, collate_fn=collate)
+        prepared, optimizer, loader = accelerator.prepare(model, optimizer_for(model.parameters()), loader)
+        if run == 1:
+            accelerator.load_state(folder)
+        losses = []
+        for step, batch in enumerate(loader):
+            if (step < 2) == (run == 0):
+                loss = prepared(**batch).loss
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(prepared.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(accelerator.gather(loss.detach()).mean()))
+        if run == 0:
+            accelerator.save_state(folder)
+        found.append(losses)
+    return found[0], found[1], accelerator.num_processes
+
+
+def test_a_loop_of_accelerate(rank_pool: Any, tmp_path: Path) -> None:
+    model, _ = unsplit(Recipe())
+    optimizer = optimizer_for(model.parameters())
+    losses = []
+    for batch in DataLoader(Texts(fixed=6), batch_size=8, collate_fn=collate):
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    for first, second, processes in rank_pool(4).run(accelerated, tmp_path):
+        assert processes == 2
+        assert first + second == pytest.approx(losses, rel=1e-5)
