@@ -66,7 +66,7 @@ def plan(
     question = Question(cluster, workload, gpus if batch is None else batch, checkpointing)
     plans = ModelPlans(find_subject(model), _dtype(dtype, torch), policy)
     fitting, others, refused = search(plans, question)
-    parameters = plans.plan(1, 1).parameters
+    parameters = plans.lay(1, 1).plan.parameters
     return PlanReport(
         model=plans.subject.name,
         dtype=dtype,

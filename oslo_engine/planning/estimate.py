@@ -68,7 +68,7 @@ class Estimate:
 
 def resident_bytes(plans: ModelPlans, question: Question, candidate: Candidate) -> int:
     """What the fullest rank holds before it computes anything: quick to count, and often too much already. Raises as below."""
-    held = plans.lay(candidate.tp, candidate.pp, candidate.schedule, candidate.sequence_parallel).held(question.workload)
+    held = plans.lay(candidate.tp, candidate.pp, candidate.schedule).held(question.workload)
     return max(each.resident.divided(candidate.dp, candidate.zero).total for each in held)
 
 
@@ -78,7 +78,7 @@ def estimate(plans: ModelPlans, question: Question, candidate: Candidate) -> Est
         PolicyError, PlanError, UnsupportedError: the engine could not run it, or its cost cannot be measured.
     """
     workload = dataclasses.replace(question.workload, rows=candidate.rows, checkpointing=candidate.checkpointing)
-    laid = plans.lay(candidate.tp, candidate.pp, candidate.schedule, candidate.sequence_parallel)
+    laid = plans.lay(candidate.tp, candidate.pp, candidate.schedule)
     topology = Topology(tp=candidate.tp, pp=candidate.pp, dp=candidate.dp)
     plan = dataclasses.replace(laid.plan, topology=topology, schedule=candidate.schedule)
     blocks = plans.costs(candidate.tp, workload, sequence_parallel=candidate.sequence_parallel)

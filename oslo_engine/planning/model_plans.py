@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -72,47 +71,30 @@ class ModelPlans:
 
     @cached_property
     def _flows(self) -> FlowBook:
-        whole = self.plan(1, 1)
-        return FlowBook(skeleton(self.model, dtype=self.dtype), whole.blocks)
+        return FlowBook(skeleton(self.model, dtype=self.dtype), self.lay(1, 1).plan.blocks)
 
     @cached_property
     def _short(self) -> Shortened:
-        return shorten(skeleton(self.model, dtype=self.dtype), self.plan(1, 1).blocks)
+        return shorten(skeleton(self.model, dtype=self.dtype), self.lay(1, 1).plan.blocks)
 
     @property
     def num_blocks(self) -> int:
-        return len(self.plan(1, 1).blocks)
+        return len(self.lay(1, 1).plan.blocks)
 
-    def plan(
-        self,
-        tp: int,
-        pp: int,
-        *,
-        dp: int = 1,
-        schedule: str = "1f1b",
-        sequence_parallel: bool = False,
-        expert_split: str = "inner",
-    ) -> Plan:
-        """The plan of a layout.
+    def lay(self, tp: int, pp: int, schedule: str = "1f1b") -> Laid:
+        """The plan of a layout without data-parallel copies. Sequence parallelism does not change what it is asked for here.
 
         Raises:
             PolicyError, PlanError, UnsupportedError: the model cannot be split this way.
         """
-        laid = self.lay(tp, pp, schedule, sequence_parallel, expert_split)
-        return dataclasses.replace(laid.plan, topology=Topology(tp=tp, pp=pp, dp=dp))
-
-    def lay(
-        self, tp: int, pp: int, schedule: str = "1f1b", sequence_parallel: bool = False, expert_split: str = "inner"
-    ) -> Laid:
-        """The same without data-parallel copies, and with what crosses the cuts. Raises as ``plan``."""
         # Schedules that put the stages on the same ranks have the same plan but for its name.
-        key = (tp, rank_of_stage(schedule, pp) if pp > 1 else (0,), sequence_parallel, expert_split)
-        if key not in self._laid:
+        stages = rank_of_stage(schedule, pp) if pp > 1 else (0,)
+        if (tp, stages) not in self._laid:
             try:
-                self._laid[key] = self._make(tp, pp, schedule, key[1], sequence_parallel, expert_split)
+                self._laid[tp, stages] = self._make(tp, pp, schedule, stages)
             except OsloError as error:
-                self._laid[key] = error
-        found = self._laid[key]
+                self._laid[tp, stages] = error
+        found = self._laid[tp, stages]
         if isinstance(found, OsloError):
             raise found
         return found
@@ -126,8 +108,10 @@ class ModelPlans:
         """
         key = (tp, workload, sequence_parallel)
         if key not in self._costs:
-            one, two = (self._profile(tp, workload.with_rows(rows), sequence_parallel) for rows in (1, 2))
-            self._costs[key] = BlockCosts(with_rows(one, two, workload.rows), self._short.stands_for)
+            profile = self._profile(tp, workload.with_rows(1), sequence_parallel)
+            if workload.rows > 1:
+                profile = with_rows(profile, self._profile(tp, workload.with_rows(2), sequence_parallel), workload.rows)
+            self._costs[key] = BlockCosts(profile, self._short.stands_for)
         return self._costs[key]
 
     def _profile(self, tp: int, workload: Workload, sequence_parallel: bool) -> StepProfile:
@@ -138,9 +122,7 @@ class ModelPlans:
             self._profiles[key] = profile_step(short, plan.plan, workload)
         return self._profiles[key]
 
-    def _make(
-        self, tp: int, pp: int, schedule: str, stages: tuple[int, ...], sequence_parallel: bool, expert_split: str
-    ) -> Laid:
+    def _make(self, tp: int, pp: int, schedule: str, stages: tuple[int, ...]) -> Laid:
         if self.policy is None and tp * pp > 1:
             raise PolicyError(
                 "no policy says how this model splits",
@@ -153,8 +135,6 @@ class ModelPlans:
             Topology(tp=tp, pp=pp),
             schedule=schedule,
             rank_of_stage=stages,
-            sequence_parallel=sequence_parallel,
-            expert_split=expert_split,
             flows=self._flows if pp > 1 else None,
         )
         if layout.flows is None:

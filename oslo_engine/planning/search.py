@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from oslo_engine.errors import OsloError
 from oslo_engine.planning.candidates import Candidate, candidates
@@ -41,32 +42,39 @@ def search(plans: ModelPlans, question: Question) -> tuple[list[Estimate], list[
 
 
 def least_gpus(plans: ModelPlans, question: Question) -> tuple[int, Estimate] | None:
-    """The smallest number of GPUs on which one copy fits with as few rows as its pipeline takes, and the fastest way there.
+    """The smallest number of GPUs on which one copy fits with as few rows as its pipeline takes, and a layout there.
 
-    More copies could share an optimizer through ZeRO; that is left out.
+    Above one node, tp fills nodes. More copies could share an optimizer through ZeRO; that is left out.
     """
     whole = plans.lay(1, 1).held(question.workload)[0].resident.total
     for gpus in _sizes(question.cluster.node_size, plans.num_blocks):
         if whole > gpus * question.cluster.memory:  # what every rank holds besides only adds to it
             continue
         asked = replace(question, cluster=replace(question.cluster, gpus=gpus), batch=gpus)
-        found = list(_one_copy_that_fits(plans, asked))
+        if question.checkpointing is None:
+            asked = replace(asked, checkpointing=True)
+        found = [each for each in map(partial(_try, plans, asked), _one_copy(plans, asked)) if each is not None]
         if found:
             return gpus, min(found, key=lambda each: each.seconds)
     return None
 
 
-def _one_copy_that_fits(plans: ModelPlans, question: Question) -> Iterator[Estimate]:
+def _one_copy(plans: ModelPlans, question: Question) -> Iterator[Candidate]:
     for candidate in _candidates(plans, question):
-        if candidate.dp > 1 or candidate.rows > 1 or candidate.schedule != "1f1b":
-            continue
-        try:
-            if resident_bytes(plans, question, candidate) <= question.cluster.memory:
-                found = estimate(plans, question, candidate)
-                if found.memory <= question.cluster.memory:
-                    yield found
-        except OsloError:
-            continue
+        fills_nodes = candidate.tp == question.cluster.node_size or question.cluster.gpus <= question.cluster.node_size
+        if fills_nodes and (candidate.dp, candidate.rows, candidate.schedule) == (1, 1, "1f1b"):
+            yield candidate
+
+
+def _try(plans: ModelPlans, question: Question, candidate: Candidate) -> Estimate | None:
+    """None: it does not fit, or cannot run."""
+    try:
+        if resident_bytes(plans, question, candidate) > question.cluster.memory:
+            return None
+        found = estimate(plans, question, candidate)
+    except OsloError:
+        return None
+    return found if found.memory <= question.cluster.memory else None
 
 
 def _candidates(plans: ModelPlans, question: Question) -> Iterator[Candidate]:

@@ -44,8 +44,9 @@ def step_time(plan: Plan, question: Question, candidate: Candidate, ranks: Seque
     sending: dict[str, float] = {}
     for rank in ranks:
         own: dict[str, float] = {}
-        for (axis, _), messages in rank.messages.items():
-            own[axis] = own.get(axis, 0.0) + messages.bytes / question.cluster.bytes_per_s(_reach(axis, candidate))
+        for (axis, kind), messages in rank.messages.items():
+            carried = messages.bytes * _times_on_the_wire(kind, _group_size(axis, candidate))
+            own[axis] = own.get(axis, 0.0) + carried / question.cluster.bytes_per_s(_reach(axis, candidate))
         sending = {axis: max(sending.get(axis, 0.0), own.get(axis, 0.0)) for axis in {*sending, *own}}
     kinds = {"compute": computing, "bubble": waiting, **{f"{axis} messages": seconds for axis, seconds in sending.items()}}
     return bubble, sum(kinds.values()), max(kinds, key=lambda kind: kinds[kind])
@@ -68,6 +69,16 @@ def pipeline_bubble(schedule: str, pp: int, micro_batches: int) -> float:
 
 def _has_two(plan: Plan) -> bool:
     return len(plan.stacks) > 1
+
+
+def _times_on_the_wire(kind: str, ranks: int) -> float:
+    """How often a byte that is handed in leaves the rank, in ring algorithms."""
+    share = (ranks - 1) / ranks
+    return {"allreduce": 2 * share, "reduce_scatter": share, "allgather": ranks - 1.0, "recv": 0.0}.get(kind, 1.0)
+
+
+def _group_size(axis: str, candidate: Candidate) -> int:
+    return {"tp": candidate.tp, "dp": candidate.dp}.get(axis, 2)
 
 
 def _reach(axis: str, candidate: Candidate) -> int:

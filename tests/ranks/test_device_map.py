@@ -26,7 +26,7 @@ SLOW = [
     ("causal", "qwen3_next"),
     ("causal", "whisper"),
     ("masked", "roberta"),
-    ("masked", "albert"),
+    ("masked", "distilbert"),
     ("masked", "deberta-v2"),
     ("masked", "electra"),
     ("seq2seq", "mbart"),

@@ -1,7 +1,8 @@
 """Models on pretend devices, compared with the same model on one device. Jobs for a rank pool of one process.
 
-The unplaced model lies on one pretend device: everything must be equal to it bit for bit, gradients too. A map with "cpu" in it
-is the exception: models choose other operations there, so gradients may differ in their last bits.
+The unplaced model lies on one pretend device. Loss and logits must be equal to its bit for bit, unless "cpu" is in the map,
+where models choose other operations. Gradients may differ in their last bits: what flows from several devices into one value
+(the output of an encoder, a tied weight) is added up for each device first.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ DEVICES = {
     "4": ("sim:3", "sim:0", "sim:1", "sim:2"),
     "cpu": ("cpu", "sim:0", "sim:2"),
 }
+TOLERANCE = 2e-6  # of the largest entry
+NOISE = 1e-8  # of the largest entry of any gradient
 Made = tuple[Any, dict[str, Any], dict[str, Any] | None]  # model, batch with labels, arguments of generate
 
 
@@ -80,6 +83,8 @@ def check_placed(make: Callable[..., Made], *args: str, devices: Sequence[str] =
     expected, state = train(whole, on_device(batch, "sim:0")), copy.deepcopy(whole.state_dict())
     gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
     ids = generated(whole, on_device(inputs, "sim:0")) if inputs is not None else []
+    # Some gradients are zero but for rounding, such as those of key biases.
+    noise = NOISE * max(float(gradient.cpu().abs().max()) for gradient in gradients.values() if gradient is not None)
     for name in devices:
         model = copy.deepcopy(model_on_cpu)
         before = surface(model)
@@ -91,7 +96,7 @@ def check_placed(make: Callable[..., Made], *args: str, devices: Sequence[str] =
         assert _same(output.logits, expected.logits, name), name
         for key, parameter in model.named_parameters():
             assert parameter.grad is None or parameter.grad.device == parameter.device
-            assert _same(parameter.grad, gradients[key], name), (name, key)
+            assert _alike(parameter.grad, gradients[key], noise), (name, key)
         if inputs is not None:
             for own, other in zip(generated(model, inputs), ids, strict=True):
                 assert torch.equal(own, other), name
@@ -102,8 +107,11 @@ def check_placed(make: Callable[..., Made], *args: str, devices: Sequence[str] =
 
 
 def _same(one: Any, other: Any, devices: str) -> bool:
+    return _alike(one, other) if devices == "cpu" else torch.equal(one.cpu(), other.cpu())
+
+
+def _alike(one: Any, other: Any, noise: float = 0.0) -> bool:
     if one is None or other is None:
         return one is other
-    if devices == "cpu":
-        return torch.allclose(one.cpu(), other.cpu(), rtol=1e-5, atol=1e-6)
-    return torch.equal(one.cpu(), other.cpu())
+    expected = other.cpu()
+    return bool((one.cpu() - expected).abs().max() <= max(TOLERANCE * expected.abs().max(), noise))

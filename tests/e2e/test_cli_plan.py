@@ -1,0 +1,52 @@
+"""``oslo-engine plan``: its verdicts, its exit codes, its JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from oslo_engine.cli.main import main
+
+GPT2 = ["plan", "gpt2", "--seq", "64", "--checkpointing"]
+
+
+def test_layouts_that_fit_are_listed_and_written(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    done = CliRunner().invoke(main, [*GPT2, "--gpus", "2", "--memory", "4GiB", "--json", str(file)])
+    assert done.exit_code == 0
+    assert "It fits on 2 x 4 GiB" in done.output
+    found = json.loads(file.read_text())
+    assert found["parameters"] == 124_439_808
+    assert {(each["layout"]["tp"], each["layout"]["pp"], each["layout"]["dp"]) for each in found["fitting"]} >= {
+        (2, 1, 1),
+        (1, 1, 2),
+    }
+    assert all(each["memory"] <= 4 << 30 for each in found["fitting"])
+
+
+def test_model_that_does_not_fit_says_by_how_much_and_what_would_do() -> None:
+    done = CliRunner().invoke(main, [*GPT2, "--gpus", "1", "--memory", "700MiB", "--dtype", "bfloat16"])
+    assert done.exit_code == 1
+    assert "It does not fit on 1 x 700 MiB" in done.output
+    assert "The least number of such GPUs is 2" in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--gpus", "0", "--memory", "4GiB"], "gpus must be a positive whole number"),
+        (["--gpus", "1", "--memory=-4GiB"], "no size of memory"),
+        (["--gpus", "1", "--memory", "4GiB", "--task", "rest"], "no such task"),
+        (["--gpus", "1", "--memory", "4GiB", "--optimizer", "newton"], "no such optimizer"),
+        (["--gpus", "1", "--memory", "4GiB", "--dtype", "int8"], "no such dtype"),
+        (["--gpus", "1", "--memory", "4GiB", "--tflops", "0"], "tflops must be positive"),
+        (["--gpus", "1", "--memory", "4GiB", "--json", "/no/folder/plan.json"], "cannot be written there"),
+    ],
+)
+def test_bad_input_ends_with_our_message_and_2(options: list[str], complaint: str) -> None:
+    done = CliRunner().invoke(main, ["plan", "gpt2", *options])
+    assert done.exit_code == 2
+    assert complaint in done.output
