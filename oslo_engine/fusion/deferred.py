@@ -34,19 +34,14 @@ class Recipe(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Biased:
-    """``x + bias``, dropped out where p > 0. ``source`` is the module whose result it is."""
+class LikeX:
+    """A recipe whose value has the shape and the type of its ``x``."""
 
     x: Tensor
-    bias: Tensor | None
-    source: str
-    p: float = 0.0
-    seed: Tensor | None = None
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        return (self.x,) if self.bias is None else (self.x, self.bias)
+        return (self.x,)
 
     @property
     def shape(self) -> torch.Size:
@@ -56,10 +51,34 @@ class Biased:
     def dtype(self) -> torch.dtype:
         return self.x.dtype
 
+
+class LikeBiasedX(LikeX):
+    """The same, made of ``x + bias``."""
+
+    bias: Tensor | None
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (self.x,) if self.bias is None else (self.x, self.bias)
+
+    def biased(self) -> Tensor:
+        return self.x if self.bias is None else self.x + self.bias.to(self.x.dtype)
+
+
+@dataclass(frozen=True)
+class Biased(LikeBiasedX):
+    """``x + bias``, dropped out where p > 0. ``source`` is the module whose result it is."""
+
+    x: Tensor
+    bias: Tensor | None
+    source: str
+    p: float = 0.0
+    seed: Tensor | None = None
+
     def compute(self, kernels: bool) -> Tensor:
         if self.p and kernels:
             return self.join(None)
-        y = self.x if self.bias is None else self.x + self.bias.to(self.x.dtype)
+        y = self.biased()
         return F.dropout(y, self.p) if self.p else y
 
     def join(self, residual: Tensor | None) -> Tensor:
@@ -70,7 +89,7 @@ class Biased:
 
 
 @dataclass(frozen=True)
-class Activated:
+class Activated(LikeBiasedX):
     """``activation(x + bias)``. ``original`` computes it otherwise, in several operations if ``composed``."""
 
     x: Tensor
@@ -79,18 +98,6 @@ class Activated:
     source: str
     original: Callable[[Tensor], Tensor]
     composed: bool = False
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        return (self.x,) if self.bias is None else (self.x, self.bias)
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.x.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.x.dtype
 
     @property
     def worthwhile(self) -> bool:
@@ -102,13 +109,13 @@ class Activated:
             from oslo_engine.kernels.bias_gelu import bias_gelu
 
             return bias_gelu(self.x, self.bias, self.form)
-        return self.original(self.x if self.bias is None else self.x + self.bias.to(self.x.dtype))
+        return self.original(self.biased())
 
     def gate(self, up: Tensor) -> Tensor:
         """The kernel's answer for ``self * up``."""
         from oslo_engine.kernels.glu import glu
 
-        return glu(self.x if self.bias is None else self.x + self.bias.to(self.x.dtype), up, self.form)
+        return glu(self.biased(), up, self.form)
 
 
 @dataclass(frozen=True)

@@ -12,26 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oslo_engine.fusion.deferred import is_plain, recipe_of
+from oslo_engine.fusion.deferred import LikeX, is_plain, recipe_of
 
 
 @dataclass(frozen=True)
-class Negated:
+class Negated(LikeX):
     """``-x``."""
 
     x: Tensor
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        return (self.x,)
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.x.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.x.dtype
 
     def compute(self, kernels: bool) -> Tensor:
         return -self.x
@@ -63,23 +51,11 @@ class Swapped:
 
 
 @dataclass(frozen=True)
-class Turned:
+class Turned(LikeX):
     """``x * cos``."""
 
     x: Tensor
     cos: Tensor
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        return (self.x,)
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.x.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.x.dtype
 
     def compute(self, kernels: bool) -> Tensor:
         return self.x * self.cos

@@ -108,7 +108,9 @@ class FullyShardedGradients:
 
     def discard(self) -> None:
         """The batch has failed."""
-        divided_parameters(self._model)  # so that the model shows those again
+        divided_parameters(self._model)  # so that the model shows those again; a root that is kept gathered does not
+        for parameter in self._model.parameters():
+            parameter.grad = None
         self._restore()
         self._model.__dict__["_oslo_failed_under_fsdp"] = True
 

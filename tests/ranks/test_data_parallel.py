@@ -124,9 +124,6 @@ def refusals_of_fsdp() -> list[str]:
     return [*found, str(failed.value)]
 
 
-@pytest.mark.xfail(
-    reason="the first stage keeps gradients of a batch that was left; going on is refused, as it must be", strict=False
-)
 @pytest.mark.filterwarnings("ignore:the micro-batch loop was left")
 def test_what_fsdp_cannot_do_in_a_pipeline_is_refused(rank_pool: Any) -> None:
     for zero_bubble, failed in rank_pool(2).run(refusals_of_fsdp):
