@@ -162,7 +162,8 @@ class _Probe:
         return keep
 
     def look(self, row: str, *, required: bool) -> list[tuple[Source, Tensor, int]] | None:
-        """Tables of everything the features of a row depend on; None if all depend on all. Rows that read the same share them."""
+        """Tables of everything the features of a row depend on; None if all depend on all.."""
+        # Layers that read the same tensor share them.
         x = self.inputs[row]
         if (known := (id(x), required)) not in self._looked:
             readers = {("parameter", f"{name}.weight") for name, read in self.inputs.items() if read is x}
