@@ -162,7 +162,7 @@ class _Probe:
         return keep
 
     def look(self, row: str, *, required: bool) -> list[tuple[Source, Tensor, int]] | None:
-        """Tables of everything the features of a row depend on; None if all depend on all.."""
+        """Tables of everything the features of a row depend on; None if all depend on all."""
         # Layers that read the same tensor share them.
         x = self.inputs[row]
         if (known := (id(x), required)) not in self._looked:
