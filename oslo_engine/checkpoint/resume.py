@@ -51,7 +51,12 @@ def load_training(
 
     Communication: an all-gather of small objects over all ranks for each of these steps.
     """
-    folder, whole = Path(directory), parallelized(model)
+    whole = parallelized(model)
+    with parallel_state(whole).mesh.calls.call("loading"):
+        _open_and_load(Path(directory), whole, optimizer, objects)
+
+
+def _open_and_load(folder: Path, whole: Any, optimizer: torch.optim.Optimizer | None, objects: Mapping[str, Any]) -> None:
     state = parallel_state(whole)
     saving_of(state.mesh).wait()
     together(lambda: recover(folder) if leads(state) else None, what="opening the checkpoint")

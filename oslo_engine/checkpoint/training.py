@@ -77,7 +77,14 @@ def save_training(
 
     Communication: a few all-gathers of small objects over all ranks.
     """
-    target, whole = Path(directory), parallelized(model)
+    whole = parallelized(model)
+    with parallel_state(whole).mesh.calls.call("saving"):
+        return _save(Path(directory), whole, optimizer, objects, asynchronous=asynchronous)
+
+
+def _save(
+    target: Path, whole: Any, optimizer: torch.optim.Optimizer | None, objects: Mapping[str, Any], *, asynchronous: bool
+) -> Saving:
     state = parallel_state(whole)
     saving_of(state.mesh).wait()
     staging = staging_folder(target)
