@@ -17,9 +17,7 @@ ROWS, LENGTH = 4, 32
 def most_bytes(recipe: Recipe) -> int:
     model, _ = unsplit(recipe)
     if recipe.tp * recipe.pp > 1:
-        oslo.parallelize(
-            model, tp=recipe.tp, pp=recipe.pp, micro_batch_size=2, sequence_parallel=recipe.sequence_parallel
-        )
+        oslo.parallelize(model, tp=recipe.tp, pp=recipe.pp, micro_batch_size=2, sequence_parallel=recipe.sequence_parallel)
     ids = torch.randint(3, small_models.VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     return activation_bytes(model, {"input_ids": ids, "labels": ids})
 

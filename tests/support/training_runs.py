@@ -346,6 +346,12 @@ def differences(recipe: Recipe, reference: Trained, ranks: list[Trained]) -> dic
     return found
 
 
+def distance(one: Trained, other: Trained) -> dict[str, float]:
+    """How far two trainings in one process are from one another, by the same measures."""
+    weights = (float((value - other.weights[name]).abs().max()) for name, value in one.weights.items())
+    return {"loss": _largest(one.losses, other.losses), "norm": _largest(one.norms, other.norms), "weight": max(weights)}
+
+
 def _largest(values: list[float], wanted: list[float]) -> float:
     assert len(values) == len(wanted)
     return max(abs(value - right) / abs(right) for value, right in zip(values, wanted, strict=True))
