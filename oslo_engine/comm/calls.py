@@ -9,11 +9,13 @@ numbers tell for certain, whatever the clock says.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+_REMEMBERED = 10_000  # calls; ranks are never further apart
 State = Literal["inside", "outside", "done", "failed"]
 
 
@@ -22,6 +24,7 @@ class Standing:
     """How far a rank is.
 
     number, kind: of the last call that it has begun.
+    trail: a number that differs where the calls up to this one were of other kinds.
     state: inside it, or outside for a moment (in the body of a micro-batch loop); or what became of it.
     cause: why it failed here, if the reason lay on this rank.
     """
@@ -30,6 +33,7 @@ class Standing:
     kind: str = ""
     state: State = "done"
     cause: str = ""
+    trail: int = 0
 
     def written(self) -> str:
         return json.dumps(asdict(self))
@@ -62,6 +66,7 @@ class Calls:
         self.tell: Callable[[], Any] = lambda: None  # others of a change that they may be waiting for
         self.wait_until_failed_everywhere: Callable[[], Any] = lambda: None
         self._failed: set[int] = set()
+        self._begun: dict[int, Standing] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
         return self  # of this process
@@ -69,6 +74,10 @@ class Calls:
     @property
     def is_open(self) -> bool:
         return self.standing.state in ("inside", "outside")
+
+    def begun(self, number: int) -> Standing | None:
+        """A call as it was begun here; the last ones are remembered."""
+        return self._begun.get(number)
 
     def has_failed(self, number: int) -> bool:
         return number in self._failed
@@ -95,7 +104,9 @@ class Calls:
         """
         if self.standing.state == "failed":
             self.wait_until_failed_everywhere()
-        self.standing = Standing(self.standing.number + 1, kind, state)
+        number, trail = self.standing.number + 1, zlib.crc32(kind.encode(), self.standing.trail)
+        self.standing = self._begun[number] = Standing(number, kind, state, trail=trail)
+        self._begun.pop(number - _REMEMBERED, None)
 
     def end(self) -> None:
         if self.is_open:
@@ -107,6 +118,9 @@ class Calls:
             self._failed.add(self.standing.number)
             self.standing = replace(self.standing, state="failed", cause=cause)
             self.tell()
+            if len(self.tp_ranks) == 1:  # a pipeline fails on all ranks; what failed on this one before it began never was
+                self.standing = self._begun.get(self.standing.number - 1, Standing())
+                self.end()
 
     @contextmanager
     def stretch(self) -> Iterator[None]:
@@ -132,9 +146,10 @@ def left_behind(calls: Calls, peer_rank: int, peer: Standing) -> str | None:
 
 
 def gone_apart(calls: Calls, peer_rank: int, peer: Standing) -> str | None:
-    """Why this rank waits for ever, if another one of the same copy has begun something else in its place."""
-    mine = calls.standing
-    if mine.state == "inside" and peer.number == mine.number and peer.kind != mine.kind:
-        one, other = (f"rank {rank} is in {at.kind}" for rank, at in sorted({calls.rank: mine, peer_rank: peer}.items()))
-        return f"{one} while {other}: the ranks of one copy of the model must do the same; did one have fewer batches?"
-    return None
+    """What is wrong if another rank of the same copy has begun something else in the place of one of this rank's calls."""
+    mine = calls.begun(peer.number)
+    if mine is None or mine.trail == peer.trail:
+        return None
+    at = {calls.rank: mine, peer_rank: peer}
+    one, other = (f"rank {rank} is in {at[rank].kind}" for rank in sorted(at))
+    return f"{one} while {other}: the ranks of one copy of the model must do the same; did one have fewer batches?"

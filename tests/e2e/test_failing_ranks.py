@@ -43,6 +43,7 @@ CASES = [
     pytest.param("ends", 1, 2, "rank 1 had ended before, without an error", marks=SLOW),
     pytest.param("saves", 2, 1, "rank 0 is in a forward while rank 1 is in saving", marks=SLOW),
     pytest.param("saves", 1, 2, "rank 0 is in a training batch while rank 1 is in saving", marks=SLOW),
+    pytest.param("evaluates", 2, 1, "rank 0 is in a forward while rank 1 is in a forward without gradients", marks=SLOW),
     pytest.param("nan", 2, 1, "FloatingPointError: the loss is nan", marks=SLOW),
     pytest.param("nan", 1, 2, "FloatingPointError: the loss is nan", marks=SLOW),
     pytest.param("nan gradient", 2, 2, "c_fc.weight", marks=SLOW),

@@ -26,7 +26,7 @@ def main(how: str, tp: int, pp: int) -> None:
     dist.init_process_group("gloo")
     model, _ = unsplit(Recipe())
     oslo.parallelize(model, tp=tp, pp=pp)
-    for step in range(8):
+    for step in range(8 if how != "evaluates" else 10_000):
         wrong = step == WRONG_STEP and dist.get_rank() == 1
         if wrong:
             print("WRONG", time.time(), flush=True)
@@ -38,6 +38,9 @@ def main(how: str, tp: int, pp: int) -> None:
         if wrong and how == "saves":  # as behind a loop that ends earlier
             model.save_pretrained_with_parallel(tempfile.mkdtemp())
             return None
+        if wrong and how == "evaluates":
+            with torch.no_grad():
+                model(**batches(Recipe(rows=4), step)[0])
         with killed_inside(model) if wrong and how == "killed" else contextlib.nullcontext():
             train(model, batches(Recipe(rows=4), step)[0], how, wrong)
     return None

@@ -17,7 +17,7 @@ def test_a_call_inside_of_another_one_is_a_part_of_it() -> None:
         with mine.call("a forward"):
             assert (mine.standing.number, mine.standing.kind) == (1, "generate")
         assert mine.is_open
-    assert mine.standing == Standing(1, "generate", "done")
+    assert (mine.standing.number, mine.standing.kind, mine.standing.state) == (1, "generate", "done")
 
 
 def test_an_error_is_told_at_once_and_goes_on() -> None:
@@ -25,7 +25,7 @@ def test_an_error_is_told_at_once_and_goes_on() -> None:
     mine.tell = lambda: told.append(mine.standing)
     with pytest.raises(ValueError, match="no"), mine.call("a forward"):
         raise ValueError("no")
-    assert told == [Standing(1, "a forward", "failed", "ValueError: no")]
+    assert [(each.number, each.state, each.cause) for each in told] == [(1, "failed", "ValueError: no")]
     assert mine.has_failed(1)
 
 
@@ -40,6 +40,18 @@ def test_after_an_error_the_next_call_waits_for_the_others_to_have_failed() -> N
     with mine.call("a forward"):
         pass
     assert waited == [2]
+
+
+def test_a_pipeline_that_failed_begins_with_the_same_number_again() -> None:
+    mine = Calls("here", 0, (0,), (0, 1))
+    for _ in range(2):
+        with mine.call("a forward"):
+            pass
+        before = mine.standing
+        with pytest.raises(ValueError, match="no"), mine.call("saving"):
+            raise ValueError("no")
+        assert (mine.standing.number, mine.standing.trail) == (before.number, before.trail)
+        assert not mine.is_open
 
 
 FAILED = Standing(2, "a forward", "failed", "ValueError: no")
@@ -76,10 +88,18 @@ def test_an_error_that_came_from_another_rank_leaves_nobody_behind() -> None:
 
 
 def test_ranks_in_different_calls_of_one_number_have_gone_apart() -> None:
-    mine = calls()
-    mine.standing = Standing(4, "a training batch", "inside")
-    assert gone_apart(mine, 1, Standing(4, "a training batch", "inside")) is None
-    assert gone_apart(mine, 1, Standing(3, "saving", "done")) is None
-    assert "rank 0 is in a training batch while rank 1 is in saving" in (
-        gone_apart(mine, 1, Standing(4, "saving", "inside")) or ""
-    )
+    mine, same, other = calls(), calls(1), calls(1)
+    for each in (mine, same, other):
+        for _ in range(3):
+            with each.call("a forward"):
+                pass
+    mine.begin("a forward")
+    assert gone_apart(mine, 1, other.standing) is None  # not as far yet
+    same.begin("a forward")
+    assert gone_apart(mine, 1, same.standing) is None
+    other.begin("saving")
+    assert "rank 0 is in a forward while rank 1 is in saving" in (gone_apart(mine, 1, other.standing) or "")
+    for each in (mine, other):
+        each.end()
+        each.begin("a forward")
+    assert gone_apart(mine, 1, other.standing) is not None  # also behind it
