@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 _REMEMBERED = 10_000  # calls; ranks are never further apart
+_OF_CONNECTIONS = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "does not answer", "NCCL")
 State = Literal["inside", "outside", "done", "failed"]
 
 
@@ -92,7 +93,7 @@ class Calls:
         try:
             yield
         except Exception as error:
-            self.fail(f"{type(error).__name__}: {error}")
+            self.fail(error)
             raise
         finally:
             self.end()
@@ -112,11 +113,11 @@ class Calls:
         if self.is_open:
             self.standing = replace(self.standing, state="done")
 
-    def fail(self, cause: str = "") -> None:
-        """Args: cause: empty where another rank is the reason."""
+    def fail(self, cause: Exception | str = "") -> None:
+        """Args: cause: empty where another rank is the reason, as it is of broken connections."""
         if self.is_open:
             self._failed.add(self.standing.number)
-            self.standing = replace(self.standing, state="failed", cause=cause)
+            self.standing = replace(self.standing, state="failed", cause=_told(cause))
             self.tell()
             if len(self.tp_ranks) == 1:  # a pipeline fails on all ranks; what failed on this one before it began never was
                 self.standing = self._begun.get(self.standing.number - 1, Standing())
@@ -133,6 +134,21 @@ class Calls:
         finally:
             if self.is_open:
                 self.standing = replace(self.standing, state=before)
+
+
+def is_of_connections(error: BaseException | None) -> bool:
+    """Whether an error only says that another rank cannot be reached."""
+    while error is not None:
+        if any(words in str(error) for words in _OF_CONNECTIONS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _told(cause: Exception | str) -> str:
+    if isinstance(cause, str):
+        return cause
+    return "" if is_of_connections(cause) else f"{type(cause).__name__}: {cause}"
 
 
 def left_behind(calls: Calls, peer_rank: int, peer: Standing) -> str | None:

@@ -25,13 +25,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from oslo_engine.comm.calls import Calls, Standing, gone_apart, left_behind
+from oslo_engine.comm.calls import Calls, Standing, gone_apart, is_of_connections, left_behind
 
 _FAILED, _ENDED, _FINDS_OUT = "oslo_engine/failed", "oslo_engine/ended", "oslo_engine/finds out"
 _LOOK_EVERY_S = 1.0
 _GRACE_S = 1.5  # for the main thread to fail by itself, with a traceback that tells more
 _SILENT_S = 2.5  # without a sign of life
-_OF_CONNECTIONS = ("Connection closed", "Connection reset", "Connection refused", "Broken pipe", "does not answer", "NCCL")
 _watches: list[_Watch] = []
 
 
@@ -101,7 +100,7 @@ class _Watch:
         gone = self._ended_without_error()
         if gone:
             return f"{text}\n(rank {gone} had ended before, without an error: did it have fewer batches?)"
-        if not _is_of_connections(error):
+        if not is_of_connections(error):
             return text
         who = self._who_is_silent()
         return self._first_failure() or (f"{who}\n(seen by {text})" if who else text)
@@ -220,14 +219,6 @@ def _where(calls: Calls, rank: int) -> str:
 
 def _has_left(standing: Standing | None, number: int) -> bool:
     return standing is not None and (standing.number > number or (standing.number == number and standing.state == "failed"))
-
-
-def _is_of_connections(error: BaseException | None) -> bool:
-    while error is not None:
-        if any(words in str(error) for words in _OF_CONNECTIONS):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _say(text: str) -> None:

@@ -152,7 +152,7 @@ class BatchRun:
             self._calls.fail()
             _raise_what_went_wrong(self._end(None))
         except Exception as error:
-            self._calls.fail(_describe(error))
+            self._calls.fail(error)
             outcome = self._end(_describe(error))
             if outcome is not None and len(set(outcome.fingerprints)) > 1:
                 error.add_note("The ranks of the pipeline were given different batches.")

@@ -81,6 +81,16 @@ def test_who_failed_as_well_is_not_left_behind() -> None:
     assert left_behind(mine, 1, FAILED) is None
 
 
+def test_a_broken_connection_is_not_told_as_a_cause() -> None:
+    mine = calls()
+    with pytest.raises(RuntimeError), mine.call("a forward"):
+        try:
+            raise RuntimeError("gloo: Connection closed by peer")
+        except RuntimeError as error:
+            raise RuntimeError("a pipeline stopped") from error
+    assert (mine.standing.state, mine.standing.cause) == ("failed", "")
+
+
 def test_an_error_that_came_from_another_rank_leaves_nobody_behind() -> None:
     mine = calls()
     mine.standing = Standing(2, "a forward", "inside")
