@@ -64,6 +64,10 @@ class PipelineError(OsloError, RuntimeError):
     """The pipeline loop was used in an order that cannot work."""
 
 
+class GradientError(OsloError, RuntimeError):
+    """A gradient is infinite or not a number; ``where`` is the ranks and parameters."""
+
+
 class ShardedLogitsError(OsloError, RuntimeError):
     """An operation needs the whole vocabulary while this rank holds a slice of it."""
 

@@ -196,7 +196,8 @@ class ParallelMethods(ParallelConstructors):
 
         Communication: collective; every rank must call it.
         """
-        (save_merged if save_with_merging else save_split)(self.gpu_modules(), save_directory, **kwargs)
+        with self._parallel.mesh.calls.call("saving"):
+            (save_merged if save_with_merging else save_split)(self.gpu_modules(), save_directory, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         if "_oslo" in self.__dict__ and self._parallel.plan.topology.tp * self._parallel.plan.topology.pp > 1:

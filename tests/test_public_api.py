@@ -20,6 +20,7 @@ OURS = {
     "DeploymentError",
     "GradScaler",
     "FusionTargetError",
+    "GradientError",
     "DataError",
     "DatasetBlender",
     "DatasetForCausalLM",

@@ -19,7 +19,9 @@ _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens")
 def run_generate(
     model: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], decode_groups: int | None
 ) -> Any:
-    """Args:
+    """``generate``, as one call of all ranks.
+
+    Args:
         original: ``generate`` of the model's class, bound.
         decode_groups: of rows, in a pipeline; see ``number_of_groups``.
 
@@ -28,6 +30,13 @@ def run_generate(
 
     Communication: collective over tp and pp.
     """
+    with parallel_state(model).mesh.calls.call("generate"):
+        return _run(model, original, args, kwargs, decode_groups)
+
+
+def _run(
+    model: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], decode_groups: int | None
+) -> Any:
     state = parallel_state(model)
     given = _by_name(original, args, kwargs)
     asked = _Asked(model, given)
