@@ -243,7 +243,7 @@ class _SharedGradients:
 
     def __init__(self, model: nn.Module, state: ParallelState) -> None:
         plan, mesh = state.plan, state.mesh
-        self._model, self._plan = model, plan
+        self._model, self._state = model, state
         self._groups: list[Any] = []
         self._sets = list(dict.fromkeys(holders for tensor in plan.parameters if len(holders := plan.holders(tensor)) > 1))
         for holders in self._sets:
@@ -259,15 +259,16 @@ class _SharedGradients:
         return found
 
     def _holders(self, name: str) -> tuple[int, ...]:
-        """The pp ranks that hold a parameter; one that was added since (an adapter's) is where its block is.
+        """The pp ranks that hold a parameter; one that was added since, by hand, is where its block is.
 
         Raises:
             PlanError: it was added outside the blocks, where several stages may hold it.
         """
+        plan = self._state.plan
         try:
-            return self._plan.holders(self._plan.tensor(name))
+            return plan.holders(plan.tensor(name))
         except KeyError:
-            if any(name.startswith(f"{block}.") for block in self._plan.blocks):
+            if any(name.startswith(f"{block}.") for block in plan.blocks):
                 return ()
             raise PlanError(
                 "a parameter was added outside the blocks of a pipeline, where several stages may hold it",

@@ -117,7 +117,7 @@ def answer_for(state: ParallelState, name: str) -> Answer:
     """
     at = state.mesh.at
     if state.plan.topology.tp == 1 and not state.plan.knows(name):
-        return Answer.ALL  # an adapter's, in a block, which one stage holds
+        return Answer.ALL  # added by hand, in a block, which one stage holds
     tensor = state.plan.tensor(name)
     if at.pp_rank != state.plan.holders(tensor)[0]:
         return Answer.NOTHING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ class ParallelState:
     policy_hash: of what the policy said when the model was split; empty where there was none.
     unsplit: the whole model on meta, where something asked for its shapes.
     agreement: what makes the ranks go on together in the ``generate`` that runs just now.
+    adapters: the tensors of the plan that belong to adapters, which came after it was split.
+    adapter_configs: of the adapters that are in the plan.
     """
 
     plan: Plan
@@ -40,6 +43,14 @@ class ParallelState:
     policy_hash: str = ""
     unsplit: Any = None
     agreement: Any = None
+    adapters: tuple[TensorPlan, ...] = ()
+    adapter_configs: tuple[Any, ...] = ()
+
+    def set_adapters(self, tensors: tuple[TensorPlan, ...], configs: tuple[Any, ...]) -> None:
+        """Let the plan have these tensors besides those of the model."""
+        own = tuple(tensor for tensor in self.plan.tensors if tensor not in self.adapters)
+        self.plan = dataclasses.replace(self.plan, tensors=(*own, *tensors))
+        self.adapters, self.adapter_configs = tensors, configs
 
     def held(self) -> list[TensorPlan]:
         """The tensors this rank holds, in the order of the model."""

@@ -1,0 +1,135 @@
+"""LoRA in a split model, put in before it was split or afterwards, against PEFT around the whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import oslo_engine as oslo
+import small_models
+from oslo_engine.rewrite.state import parallel_state
+
+# Column and row layers, fused QKV, embeddings, and what is whole.
+TARGETS = {
+    "gpt2": ["c_attn", "c_proj", "c_fc", "wte", "wpe"],
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "embed_tokens", "lm_head"],
+    "bert": ["query", "key", "value", "dense", "word_embeddings"],
+    "t5": ["q", "v", "o", "wi", "wo", "shared"],
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "bloom": ["query_key_value", "dense", "dense_h_to_4h"],
+}
+RATE, STEPS, LENGTH = 0.05, 3, 10
+
+
+def small(name: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    if name == "phi3":
+        from transformers import Phi3Config, Phi3ForCausalLM
+
+        config = Phi3Config(**small_models._llama_like(pad_token_id=0, **more))
+        cls: Any = Phi3ForCausalLM
+    else:
+        cls, config, _ = getattr(small_models, name)(**more)
+    for option in [option for option in vars(config) if "drop" in option]:
+        setattr(config, option, 0.0)
+    return cls(config).train()
+
+
+def lora(name: str, **more: Any) -> Any:
+    import peft
+
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS[name], "fan_in_fan_out": name == "gpt2"}
+    return peft.LoraConfig(**{**settings, **more})
+
+
+def adapt(model: Any, config: Any) -> Any:
+    """PEFT around a whole model, with both halves as if they had been trained: one is zero at the beginning."""
+    import peft
+
+    adapted = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return adapted
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    ids = torch.randint(3, small_models.VOCAB, (4, LENGTH), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids}
+
+
+def train(adapted: Any, clip: Any, *, pp: int = 1) -> tuple[list[float], list[float], list[dict[str, Tensor]]]:
+    """Losses, gradient norms and gradients by name, of each step."""
+    optimizer = torch.optim.SGD([parameter for parameter in adapted.parameters() if parameter.requires_grad], lr=RATE)
+    losses, norms, gradients = [], [], []
+    for step in range(STEPS):
+        output = adapted(**batch(step))
+        losses.append(0.0)
+        for micro in output if pp > 1 else [output]:
+            micro.loss.backward()
+            losses[-1] += micro.loss.item()
+        gradients.append({n: p.grad.clone() for n, p in adapted.named_parameters() if p.grad is not None})
+        norms.append(float(clip(adapted)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, gradients
+
+
+def clip_whole(adapted: Any) -> Tensor:
+    return torch.nn.utils.clip_grad_norm_(adapted.parameters(), 0.5)
+
+
+def split(name: str, tp: int, pp: int, before: bool, folder: Path, config: Any = None, **more: Any) -> Any:
+    """The adapted model of ``adapt``, split."""
+    import peft
+
+    model = small(name)
+    if before:
+        return oslo.parallelize(adapt(model, config or lora(name)), tp=tp, pp=pp, **more)
+    oslo.parallelize(model, tp=tp, pp=pp, **more)
+    return peft.PeftModel.from_pretrained(model, folder, is_trainable=True)
+
+
+def train_split(name: str, tp: int, pp: int, before: bool, folder: Path, **more: Any) -> Any:
+    adapted = split(name, tp, pp, before, folder, **more)
+    model = adapted.get_base_model()
+    found = train(adapted, lambda _: oslo.clip_grad_norm_(model, 0.5), pp=pp)
+    state = parallel_state(model)
+    shards = {f"base_model.model.{tensor.name}": tensor.shard for tensor in state.adapters}
+    return *found, shards, state.mesh.at.tp_rank
+
+
+def check(name: str, ranks: list[Any], wanted: Any) -> None:
+    losses, norms, gradients = wanted
+    seen: set[str] = set()
+    for ours, our_norms, our_gradients, shards, tp_rank in ranks:
+        assert ours == pytest.approx(losses, rel=1e-5)
+        assert our_norms == pytest.approx(norms, rel=1e-4)
+        for step, of_step in enumerate(our_gradients):
+            for key, gradient in of_step.items():
+                whole = gradients[step][key]
+                expected = whole if shards[key] is None else shards[key].apply(whole, tp_rank)
+                assert gradient.shape == expected.shape, key
+                error = float((gradient - expected).abs().max())
+                assert error <= 1e-4 * float(whole.abs().max()) + 1e-8, (name, step, key, error)
+                seen.add(key)
+    assert seen == set(gradients[0])
+
+
+LAYOUTS = [(2, 1), (1, 2), (2, 2)]
+
+
+@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
+@pytest.mark.parametrize("name", TARGETS)
+def test_adapters_train_as_around_the_whole_model(rank_pool: Any, tmp_path: Path, name: str, tp: int, pp: int) -> None:
+    adapted = adapt(small(name), lora(name))
+    adapted.save_pretrained(tmp_path)
+    wanted = train(adapted, clip_whole)
+    for before in (True, False):
+        check(name, rank_pool(tp * pp).run(train_split, name, tp, pp, before, tmp_path), wanted)
