@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import oslo_engine as oslo
 import small_models
+from oslo_engine.errors import UnsupportedError
 from oslo_engine.rewrite.state import parallel_state
 
 # Column and row layers, fused QKV, embeddings, and what is whole.
@@ -18,7 +20,7 @@ TARGETS = {
     "gpt2": ["c_attn", "c_proj", "c_fc", "wte", "wpe"],
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "embed_tokens", "lm_head"],
     "bert": ["query", "key", "value", "dense", "word_embeddings"],
-    "t5": ["q", "v", "o", "wi", "wo", "shared"],
+    "t5": ["q", "v", "o", "wi", "wo", "embed_tokens"],
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     "bloom": ["query_key_value", "dense", "dense_h_to_4h"],
 }
@@ -133,3 +135,39 @@ def test_adapters_train_as_around_the_whole_model(rank_pool: Any, tmp_path: Path
     wanted = train(adapted, clip_whole)
     for before in (True, False):
         check(name, rank_pool(tp * pp).run(train_split, name, tp, pp, before, tmp_path), wanted)
+
+
+# -- files
+
+
+def files(folder: Path) -> dict[str, Any]:
+    """The bytes of the weights, and the config without the order in which a set of names was written."""
+    found: dict[str, Any] = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "README.md"}
+    config = json.loads(found["adapter_config.json"])
+    return {**found, "adapter_config.json": {**config, "target_modules": sorted(config["target_modules"])}}
+
+
+def save_split(name: str, tp: int, pp: int, before: bool, folder: Path, out: Path) -> str:
+    adapted = split(name, tp, pp, before, folder)
+    with pytest.raises(UnsupportedError) as alone:
+        adapted.save_pretrained(out)
+    with pytest.raises(UnsupportedError, match="merge"):
+        adapted.save_pretrained_with_parallel(out, save_with_merging=True)
+    adapted.save_pretrained_with_parallel(out / "adapters")
+    adapted.merge_and_unload().save_pretrained_with_parallel(out / "merged", save_with_merging=True)
+    return str(alone.value)
+
+
+@pytest.mark.parametrize(("name", "tp", "pp", "before"), [("gpt2", 2, 2, True), ("llama", 2, 2, False), ("phi3", 2, 1, False)])
+def test_adapters_are_saved_loaded_and_merged_as_of_the_whole_model(
+    rank_pool: Any, tmp_path: Path, name: str, tp: int, pp: int, before: bool
+) -> None:
+    adapted = adapt(small(name), lora(name))
+    adapted.save_pretrained(tmp_path / "whole")
+    out = tmp_path / "split"
+    for message in rank_pool(tp * pp).run(save_split, name, tp, pp, before, tmp_path / "whole", out):
+        assert "save_pretrained_with_parallel" in message
+    assert files(out / "adapters") == files(tmp_path / "whole")
+    merged = type(small(name)).from_pretrained(out / "merged").state_dict()
+    for key, value in adapted.merge_and_unload().state_dict().items():
+        torch.testing.assert_close(merged[key], value, rtol=1e-5, atol=1e-7)
