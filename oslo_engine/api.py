@@ -103,7 +103,7 @@ def parallelize(
         return place(model, device_map, placed_class, max_memory=max_memory, workload=workload)
     if max_memory is not None or workload is not None:
         raise PlanError("max_memory and workload belong to a device map", hint='pass device_map="balanced" too')
-    given, model = model, adapted_model(model)
+    outer, model = model, adapted_model(model)
     if "_oslo" in model.__dict__:
         raise PlanError("this model is parallelized already", got=type(model).__name__)
     fusion = model.__dict__.get("_oslo_fusion")
@@ -128,7 +128,7 @@ def parallelize(
         meet_adapters(model, drawn_alike=True)
     if fuse is not None and fuse is not False:
         fuse_model(model, fuse)
-    return given
+    return outer
 
 
 def deparallelize(model: Model) -> Model:

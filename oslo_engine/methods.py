@@ -28,8 +28,8 @@ from oslo_engine.generation.ngrams import fused_ngram_blocking, use_fused_ngram_
 from oslo_engine.generation.proposals import agree_on_proposals
 from oslo_engine.generation.run import run_generate
 from oslo_engine.generation.stopping import AgreedCriteria
-from oslo_engine.integrations.deepspeed import meet_engine
 from oslo_engine.integrations.adapter_files import save_adapters
+from oslo_engine.integrations.deepspeed import meet_engine
 from oslo_engine.integrations.peft import has_adapters, meet_adapters, refuse_adapters, refuse_saving_alone
 from oslo_engine.pipeline.forward import run_forward, train_step
 from oslo_engine.placement.place import Placement, lift, place, placement_of

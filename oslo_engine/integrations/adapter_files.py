@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from oslo_engine.checkpoint.agree import together
-from oslo_engine.checkpoint.atomic import abandoned_on_error, begin, commit, staging_folder
+from oslo_engine.checkpoint.atomic import abandoned_on_error, begin, commit
 from oslo_engine.checkpoint.save import leads, local_tensor
 from oslo_engine.checkpoint.skeleton import transformers_class
 from oslo_engine.errors import CheckpointError

@@ -163,9 +163,7 @@ def _out_dim(base: nn.Module) -> int:
     return 1 if isinstance(base, Conv1D) else 0
 
 
-def _tensor_plan(
-    full: str, name: str, value: Tensor, kind: Kind, weight: TensorPlan, state: ParallelState
-) -> TensorPlan:
+def _tensor_plan(full: str, name: str, value: Tensor, kind: Kind, weight: TensorPlan, state: ParallelState) -> TensorPlan:
     half, cut = name.split(".")[0], weight.shard
     shard, summed = None, False
     if half in LOWER:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from oslo_engine.comm.fingerprint import fingerprint, fingerprints_of_ranks
 from oslo_engine.comm.random import mix
@@ -39,16 +38,6 @@ _REFUSED_SETTINGS = (
     "trainable_token_indices",
     "ensure_weight_tying",
 )
-
-
-def split_model_in(model: nn.Module) -> PreTrainedModel | None:
-    """The parallelized model in a wrapper such as DistributedDataParallel or PEFT's; None if there is none."""
-    seen: nn.Module | None = model
-    while seen is not None and "_oslo" not in seen.__dict__:
-        inner = next((getattr(seen, name, None) for name in ("module", "base_model", "model") if name in seen._modules), None)
-        seen = inner if isinstance(inner, nn.Module) else None
-    assert seen is None or isinstance(seen, PreTrainedModel)
-    return seen
 
 
 def adapted_model(model: Any) -> Any:
@@ -77,7 +66,7 @@ def set_aside(model: nn.Module) -> Iterator[None]:
         yield
         return
     _check_kinds(model)
-    slots = [
+    slots: list[tuple[nn.Module, str, Any]] = [
         (parent, name, child)
         for parent in list(model.modules())
         for name, child in parent._modules.items()
@@ -225,7 +214,7 @@ def _cut_loaded(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
 
 
 def refuse_saving_alone(model: nn.Module, caller: FrameType | None) -> None:
-    """Raises UnsupportedError where PEFT asks for the state dict of a split model to save adapters: a rank has only its part."""
+    """Raises UnsupportedError where PEFT asks for the state dict of a split model to save adapters: a rank has but its part."""
     if not has_adapters(model) or parallel_state(model).mesh.model.size == 1:
         return
     saver = sys.modules["peft"].utils.save_and_load.get_peft_model_state_dict.__code__

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard as DTensorShard
 
 from oslo_engine.errors import UnsupportedError
 from oslo_engine.plan.plan import TensorPlan
-from oslo_engine.rewrite.state import ParallelState, parallel_state
+from oslo_engine.rewrite.state import ParallelState, parallel_state, parallelized
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
@@ -39,7 +39,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *
     Communication: one all-reduce of a scalar over tp and pp, and one over dp where FSDP2 has divided the gradients. Collective:
         every rank must call it.
     """
-    model = _unwrap(model)
+    model = parallelized(model)
     state = parallel_state(model)
     total = _total_norm(model, state, float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
@@ -53,7 +53,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *
 
 def gradient_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     """The norm that ``clip_grad_norm_`` would clip, without clipping."""
-    model = _unwrap(model)
+    model = parallelized(model)
     return _total_norm(model, parallel_state(model), float(norm_type))
 
 
@@ -149,9 +149,3 @@ def _pieces(grad: Tensor, tensor: TensorPlan, tp_rank: int) -> Iterator[Tensor]:
         if first_holder == tp_rank:
             yield grad.narrow(shard.dim, at, length)
         at += length
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    while "_oslo" not in model.__dict__ and isinstance(inner := getattr(model, "module", None), nn.Module):
-        model = inner
-    return model

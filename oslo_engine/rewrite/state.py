@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from oslo_engine.comm.mesh import Mesh
 from oslo_engine.comm.random import RandomStreams
@@ -71,3 +72,26 @@ def parallel_state(model: nn.Module) -> ParallelState:
             hint="call oslo.parallelize(model, tp=..., pp=...) first",
         )
     return state
+
+
+def split_model_in(model: nn.Module) -> PreTrainedModel | None:
+    """The parallelized model in a wrapper such as DistributedDataParallel or PEFT's; None if there is none."""
+    seen: nn.Module | None = model
+    while seen is not None and "_oslo" not in seen.__dict__:
+        inner = next((getattr(seen, name, None) for name in ("module", "base_model", "model") if name in seen._modules), None)
+        seen = inner if isinstance(inner, nn.Module) else None
+    assert seen is None or isinstance(seen, PreTrainedModel)
+    return seen
+
+
+def parallelized(model: nn.Module) -> PreTrainedModel:
+    """``split_model_in`` of a model that must have one.
+
+    Raises:
+        PlanError: it has none.
+    """
+    found = split_model_in(model)
+    if found is None:
+        parallel_state(model)
+    assert found is not None
+    return found

@@ -88,7 +88,7 @@ def make_switchable(module: nn.Module, name: str, switch: Switch) -> nn.Module:
 
 
 def switch_around(module: nn.Module, inner: nn.Module) -> nn.Module:
-    """Let a module that was put around a switchable one be switched in its place (in place); nothing if it is not switchable."""
+    """Let a module that was put around another be switched in its place, if that one is switchable (in place)."""
     if not isinstance(inner, _Switchable):
         return module
     specialize(module, _Around, _oslo_inner=inner)

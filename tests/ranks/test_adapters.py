@@ -14,6 +14,7 @@ import oslo_engine as oslo
 import small_models
 from oslo_engine.errors import UnsupportedError
 from oslo_engine.rewrite.state import parallel_state
+from training_runs import Recipe, differences, train_rank, train_unsplit
 
 # Column and row layers, fused QKV, embeddings, and what is whole.
 TARGETS = {
@@ -171,3 +172,71 @@ def test_adapters_are_saved_loaded_and_merged_as_of_the_whole_model(
     merged = type(small(name)).from_pretrained(out / "merged").state_dict()
     for key, value in adapted.merge_and_unload().state_dict().items():
         torch.testing.assert_close(merged[key], value, rtol=1e-5, atol=1e-7)
+
+
+# -- random numbers
+
+
+def masks_and_gradients(name: str, folder: Path, checkpointing: bool, steps: int = 1) -> Any:
+    """Which entries each dropout before an adapter kept, call by call, and the gradients."""
+    torch.manual_seed(torch.distributed.get_rank())  # the user's own state must not matter
+    adapted = split(name, 2, 1, True, folder, lora(name, lora_dropout=0.4), seed=5)
+    if checkpointing:
+        adapted.gradient_checkpointing_enable({"use_reentrant": False})
+    seen: dict[str, list[Tensor]] = {}
+    for key, module in adapted.named_modules():
+        if isinstance(module, torch.nn.Dropout) and "lora_dropout" in key:
+            module.register_forward_hook(lambda _, args, out, key=key: seen.setdefault(key, []).append(out != 0))
+    for _ in range(steps):
+        adapted(**batch(0)).loss.backward()
+    return seen, {key: p.grad for key, p in adapted.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_dropout_masks_are_alike_before_columns_and_apart_before_rows(rank_pool: Any, tmp_path: Path, name: str) -> None:
+    (first, _), (second, _) = rank_pool(2).run(masks_and_gradients, name, tmp_path, False, 2)
+    rows = ("c_proj", "output.dense")
+    columns = 0
+    for key, (ours, again) in first.items():
+        assert not torch.equal(ours, again), "every step draws other masks"
+        if any(row in key for row in rows):
+            assert not torch.equal(ours, second[key][0]), key
+        else:
+            assert torch.equal(ours, second[key][0]), key
+            columns += 1
+    assert columns >= 2 * small_models.LAYERS
+
+
+@pytest.mark.parametrize("name", ["gpt2"])
+def test_recomputation_draws_the_masks_of_adapters_again(rank_pool: Any, tmp_path: Path, name: str) -> None:
+    once = rank_pool(2).run(masks_and_gradients, name, tmp_path, False)
+    twice = rank_pool(2).run(masks_and_gradients, name, tmp_path, True)
+    for (_, wanted), (seen, found) in zip(once, twice, strict=True):
+        assert all(len(calls) == 2 for calls in seen.values())
+        for key, gradient in found.items():
+            torch.testing.assert_close(gradient, wanted[key])
+
+
+# -- the loops people have
+
+LOOPS = [
+    Recipe("gpt2", tp=2, dp=2, lora=True, accumulation=2),
+    Recipe("llama", tp=2, pp=2, lora=True, schedule="zero-bubble"),
+    Recipe("llama", tp=2, dp=2, lora=True, wrapper="fsdp2"),
+    Recipe("gpt2", tp=2, dp=2, lora=True, sequence_parallel=True, checkpointing=True),
+]
+SLOW_LOOPS = [
+    Recipe("bert", tp=2, pp=2, lora=True, checkpointing=True),
+    Recipe("t5", pp=2, dp=2, lora=True),
+    Recipe("llama", pp=2, dp=2, lora=True, wrapper="fsdp2"),
+    Recipe("llama", pp=2, dp=2, lora=True, schedule="interleaved"),
+    Recipe("mixtral", tp=2, pp=2, lora=True),
+    Recipe("gpt2", tp=2, pp=2, lora=True, wrapper="zero1"),
+    Recipe("llama", tp=2, dp=2, lora=True, wrapper="zero2"),
+]
+
+
+@pytest.mark.parametrize("recipe", [*LOOPS, *(pytest.param(run, marks=pytest.mark.slow) for run in SLOW_LOOPS)], ids=str)
+def test_adapters_train_in_the_usual_wrappers(rank_pool: Any, recipe: Recipe) -> None:
+    found = differences(recipe, train_unsplit(recipe), rank_pool(4).run(train_rank, recipe))
+    assert max(found.values()) < 1e-5
