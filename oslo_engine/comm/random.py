@@ -99,16 +99,27 @@ class RandomStreams:
     def enter_sharded(self) -> None:
         """From here on each tp rank draws its own masks, until ``leave_sharded``."""
         if self.enabled:
-            seed = self.draw()
-            # A recompute that stopped early may have left a region without leaving its stream: what was saved then is stale.
-            self._ambient = self._save()
-            self._seed(_number_of_rank(seed, self.tp_rank))
+            self._enter()
 
     def leave_sharded(self) -> None:
         """Back to the stream that all tp ranks share."""
         if self._ambient is not None:
-            self._restore(self._ambient)
-            self._ambient = None
+            self._leave()
+
+    # Where torch.compile compiles a block it breaks its graph here: what is drawn in one graph comes from one stream.
+
+    @torch.compiler.disable
+    def _enter(self) -> None:
+        seed = self.draw()
+        # A recompute that stopped early may have left a region without leaving its stream: what was saved then is stale.
+        self._ambient = self._save()
+        self._seed(_number_of_rank(seed, self.tp_rank))
+
+    @torch.compiler.disable
+    def _leave(self) -> None:
+        assert self._ambient is not None
+        self._restore(self._ambient)
+        self._ambient = None
 
     @contextmanager
     def alike(self, what: str) -> Iterator[None]:

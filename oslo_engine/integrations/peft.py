@@ -171,7 +171,7 @@ def _draw(layer: Any, adapter: str, weight: TensorPlan, config: Any, seed: int) 
 
 
 def _common_seed(state: ParallelState) -> int:
-    box = [state.streams.draw()]
+    box = [torch.initial_seed()]  # and not what PEFT left of the generator: it has drawn this rank's shapes
     dist.broadcast_object_list(box, src=0)
     return box[0]
 

@@ -143,7 +143,9 @@ def test_adapters_train_as_around_the_whole_model(rank_pool: Any, tmp_path: Path
 
 def files(folder: Path) -> dict[str, Any]:
     """The bytes of the weights, and the config without the order in which a set of names was written."""
-    found: dict[str, Any] = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "README.md"}
+    found: dict[str, Any] = {
+        path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".json", ".safetensors")
+    }
     config = json.loads(found["adapter_config.json"])
     return {**found, "adapter_config.json": {**config, "target_modules": sorted(config["target_modules"])}}
 
@@ -240,3 +242,137 @@ SLOW_LOOPS = [
 def test_adapters_train_in_the_usual_wrappers(rank_pool: Any, recipe: Recipe) -> None:
     found = differences(recipe, train_unsplit(recipe), rank_pool(4).run(train_rank, recipe))
     assert max(found.values()) < 1e-5
+
+
+# -- what comes after parallelize
+
+
+def initial_values(tp: int, pp: int) -> dict[str, Tensor]:
+    """Adapters that PEFT has put into a split model, whole, as far as this rank has them; rank 0 decides."""
+    import peft
+
+    model = oslo.parallelize(small("llama"), tp=tp, pp=pp)
+    torch.manual_seed(7 if torch.distributed.get_rank() == 0 else torch.distributed.get_rank())
+    adapted = peft.get_peft_model(model, lora("llama", init_lora_weights="gaussian"))
+    found, values = {}, dict(adapted.named_parameters())
+    for tensor in parallel_state(model).adapters:
+        if torch.distributed.get_rank() // tp in parallel_state(model).plan.holders(tensor):
+            value = values[f"base_model.model.{tensor.name}"].detach()
+            parts = [torch.empty(tensor.local_shape(rank)) for rank in range(tp)]
+            if tensor.shard is None:
+                found[tensor.name] = value.clone()
+            elif tp > 1:
+                torch.distributed.all_gather(parts, value, group=model.mpu.get_tensor_model_parallel_group())
+                found[tensor.name] = tensor.shard.undo(parts)
+    return found
+
+
+def test_adapters_put_into_a_split_model_begin_the_same_for_every_layout(rank_pool: Any) -> None:
+    by_rank = rank_pool(2).run(initial_values, 2, 1)
+    stages = rank_pool(2).run(initial_values, 1, 2)
+    of_pipeline = {**stages[0], **stages[1]}
+    assert set(by_rank[0]) == set(of_pipeline)
+    for name, value in by_rank[0].items():
+        assert torch.equal(value, by_rank[1][name])
+        assert torch.equal(value, of_pipeline[name])
+        assert bool(value.any()) == ("lora_A" in name or "embedding_B" in name)
+
+
+def second_adapter(folder: Path) -> tuple[list[float], list[float]]:
+    """Losses with the first and with the second of two adapters, the second one loaded into the adapted model."""
+    adapted = split("gpt2", 2, 1, False, folder / "first")
+    first = float(adapted(**batch(0)).loss)
+    adapted.load_adapter(folder / "second", "other", is_trainable=True)
+    adapted.set_adapter("other")
+    loss = adapted(**batch(0)).loss
+    loss.backward()
+    norm = float(oslo.clip_grad_norm_(adapted, 1.0))
+    adapted.save_pretrained_with_parallel(folder / "saved")
+    return [first, float(loss)], [norm]
+
+
+def test_a_second_adapter_is_loaded_and_trained(rank_pool: Any, tmp_path: Path) -> None:
+    first = adapt(small("gpt2"), lora("gpt2"))
+    first.save_pretrained(tmp_path / "first")
+    other = adapt(small("gpt2"), lora("gpt2", r=2, target_modules=["c_attn", "c_proj", "c_fc", "lm_head"]))
+    other.save_pretrained(tmp_path / "second")
+    loss = other(**batch(0)).loss
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+    for losses, norms in rank_pool(2).run(second_adapter, tmp_path):
+        assert losses == pytest.approx([float(first(**batch(0)).loss), float(loss)], rel=1e-5)
+        assert norms == pytest.approx([float(norm)], rel=1e-4)
+    first.load_adapter(tmp_path / "second", "other")
+    first.save_pretrained(tmp_path / "both")
+    for folder in (".", "other"):
+        assert files(tmp_path / "saved" / folder) == files(tmp_path / "both" / folder)
+
+
+REFUSED = {
+    "IA3": lambda peft: peft.IA3Config(target_modules=["c_attn"], feedforward_modules=[]),
+    "DoraLinearVariant": lambda peft: lora("gpt2", use_dora=True, target_modules=["c_attn"]),
+    "modules_to_save": lambda peft: lora("gpt2", modules_to_save=["ln_f"]),
+    "pissa": lambda peft: lora("gpt2", init_lora_weights="pissa", target_modules=["c_attn"]),
+}
+
+
+def refused(kind: str, before: bool, tp: int, pp: int) -> str:
+    import peft
+
+    model, config = small("gpt2"), REFUSED[kind](peft)
+    if not before:
+        oslo.parallelize(model, tp=tp, pp=pp)
+        with pytest.raises(UnsupportedError) as error:
+            peft.get_peft_model(model, config)
+        return str(error.value)
+    adapted = peft.get_peft_model(model, config)
+    with pytest.raises(UnsupportedError) as error:
+        oslo.parallelize(adapted, tp=tp, pp=pp)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "before"), [(kind, before) for kind in REFUSED for before in (True, False) if kind != "pissa" or not before]
+)
+def test_what_cannot_be_split_is_refused_by_name_on_every_rank(rank_pool: Any, kind: str, before: bool) -> None:
+    for message in rank_pool(2).run(refused, kind, before, 2, 1):
+        assert kind in message
+
+
+# -- stages without anything to train
+
+
+def frozen(part: str, tp: int, pp: int, wrapper: str) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms where only the parameters with ``part`` in their names are trained."""
+    model = small("gpt2")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(part in name)
+    outer = oslo.parallelize(model, tp=tp, pp=pp)
+    trainable = [parameter for parameter in outer.parameters() if parameter.requires_grad]
+    if wrapper == "ddp" and trainable:
+        outer = torch.nn.parallel.DistributedDataParallel(outer, process_group=model.mpu.get_data_parallel_group())
+    optimizer = torch.optim.SGD(trainable, lr=RATE) if trainable else None
+    losses, norms = [], []
+    for step in range(STEPS):
+        losses.append(0.0)
+        output = outer(**batch(step))
+        for micro in output if pp > 1 else [output]:
+            micro.loss.backward()
+            losses[-1] += micro.loss.item()
+        norms.append(float(oslo.clip_grad_norm_(model, 0.5)))
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, norms
+
+
+@pytest.mark.parametrize("wrapper", ["none", "ddp"])
+@pytest.mark.parametrize("part", ["h.0.mlp", "h.3.mlp", "ln_f", "wpe"])
+def test_stages_without_anything_to_train(rank_pool: Any, part: str, wrapper: str) -> None:
+    model = small("gpt2")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(part in name)
+    losses, norms, _ = train(model, clip_whole)
+    for ours, our_norms in rank_pool(2).run(frozen, part, 1, 2, wrapper):
+        assert ours == pytest.approx(losses, rel=1e-5)
+        assert our_norms == pytest.approx(norms, rel=1e-4)
