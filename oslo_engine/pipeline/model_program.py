@@ -174,6 +174,7 @@ class ModelProgram:
         kwargs = {name: value for name, value in batch.items() if value is not None}
         _refuse_packed_without_mask(kwargs, self.model)
         kwargs["use_cache"] = False
+        _refuse_trained_inputs(kwargs)
         self.check_loss()
         micros = split_batch(kwargs, self.state.micro_batch_size)
         micros = weigh_by_labels(micros, shift_labels=self.shifts_labels, divides_by_count=self.divides_by_count)
@@ -212,6 +213,16 @@ class ModelProgram:
                         expected=f"use on stages {tensor.stages}",
                         hint="stages are planned for training and generation with ordinary arguments; use pp=1 for this call",
                     )
+
+
+def _refuse_trained_inputs(kwargs: Mapping[str, Any]) -> None:
+    trained = [name for name, value in kwargs.items() if isinstance(value, Tensor) and value.requires_grad]
+    if trained:
+        raise UnsupportedError(
+            "a pipeline gives no gradient to its inputs, so nothing in front of the model can be trained (prompt tuning)",
+            got=", ".join(trained),
+            hint="pass it detached, or use pp=1",
+        )
 
 
 def _refuse_packed_without_mask(kwargs: Mapping[str, Any], model: PreTrainedModel) -> None:

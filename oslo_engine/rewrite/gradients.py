@@ -35,11 +35,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite``.
+        UnsupportedError: a wrapper around the model has gradients of its own (prompt tuning).
 
     Communication: one all-reduce of a scalar over tp and pp, and one over dp where FSDP2 has divided the gradients. Collective:
         every rank must call it.
     """
-    model = parallelized(model)
+    outer, model = model, parallelized(model)
+    _check_all_inside(outer, model)
     state = parallel_state(model)
     total = _total_norm(model, state, float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
@@ -49,6 +51,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *
         if parameter.grad is not None:
             parameter.grad.mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
     return total
+
+
+def _check_all_inside(outer: nn.Module, model: nn.Module) -> None:
+    inside = {id(parameter) for parameter in model.parameters()}
+    for name, parameter in outer.named_parameters():
+        if parameter.grad is not None and id(parameter) not in inside:
+            raise UnsupportedError(
+                "the norm of a split model's gradients does not count those of a wrapper around it",
+                where=name,
+                hint="pass the model itself, and clip the others apart",
+            )
 
 
 def gradient_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:

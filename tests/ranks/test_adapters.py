@@ -125,11 +125,12 @@ def check(name: str, ranks: list[Any], wanted: Any) -> None:
     assert seen == set(gradients[0])
 
 
-LAYOUTS = [(2, 1), (1, 2), (2, 2)]
+RUNS = [("gpt2", 2, 2), ("llama", 2, 1), ("llama", 1, 2), ("bert", 2, 1), ("t5", 2, 2)]
+SLOW_RUNS = [(name, tp, pp) for name in TARGETS for tp, pp in ((2, 1), (1, 2), (2, 2)) if (name, tp, pp) not in RUNS]
+SLOW_RUNS += [("llama", 4, 1)]  # two ranks hold one KV head
 
 
-@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(("name", "tp", "pp"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_RUNS)])
 def test_adapters_train_as_around_the_whole_model(rank_pool: Any, tmp_path: Path, name: str, tp: int, pp: int) -> None:
     adapted = adapt(small(name), lora(name))
     adapted.save_pretrained(tmp_path)
@@ -233,8 +234,6 @@ SLOW_LOOPS = [
     Recipe("llama", pp=2, dp=2, lora=True, wrapper="fsdp2"),
     Recipe("llama", pp=2, dp=2, lora=True, schedule="interleaved"),
     Recipe("mixtral", tp=2, pp=2, lora=True),
-    Recipe("gpt2", tp=2, pp=2, lora=True, wrapper="zero1"),
-    Recipe("llama", tp=2, dp=2, lora=True, wrapper="zero2"),
 ]
 
 
@@ -337,6 +336,48 @@ def refused(kind: str, before: bool, tp: int, pp: int) -> str:
 def test_what_cannot_be_split_is_refused_by_name_on_every_rank(rank_pool: Any, kind: str, before: bool) -> None:
     for message in rank_pool(2).run(refused, kind, before, 2, 1):
         assert kind in message
+
+
+class Prompted(torch.nn.Module):
+    """A trained prompt in front of a model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.module, self.prompt = model, torch.nn.Parameter(torch.zeros(4, LENGTH, small_models.HIDDEN))
+
+    def forward(self, labels: Tensor) -> Any:
+        return self.module(inputs_embeds=self.prompt, labels=labels)
+
+
+def prompts() -> list[str]:
+    wrapped, messages = Prompted(oslo.parallelize(small("gpt2"), tp=2)), []
+    wrapped(batch(0)["labels"]).loss.backward()
+    with pytest.raises(UnsupportedError) as error:
+        oslo.clip_grad_norm_(wrapped, 1.0)
+    messages.append(str(error.value))
+    wrapped = Prompted(oslo.parallelize(small("gpt2"), pp=2))
+    with pytest.raises(UnsupportedError) as error:
+        wrapped(batch(0)["labels"])
+    return [*messages, str(error.value)]
+
+
+def test_what_is_trained_in_front_of_a_split_model_is_not_left_out_silently(rank_pool: Any) -> None:
+    for in_front, of_pipeline in rank_pool(2).run(prompts):
+        assert "prompt" in in_front
+        assert "inputs_embeds" in of_pipeline
+
+
+def generated(folder: Path) -> Tensor:
+    adapted = split("llama", 2, 2, False, folder).eval()
+    return adapted.generate(input_ids=batch(0)["input_ids"], max_new_tokens=6, do_sample=False, pad_token_id=0)
+
+
+def test_a_split_model_with_adapters_generates_what_the_whole_one_does(rank_pool: Any, tmp_path: Path) -> None:
+    adapted = adapt(small("llama"), lora("llama")).eval()
+    adapted.save_pretrained(tmp_path)
+    wanted = adapted.generate(input_ids=batch(0)["input_ids"], max_new_tokens=6, do_sample=False, pad_token_id=0)
+    for ids in rank_pool(4).run(generated, tmp_path):
+        assert torch.equal(ids, wanted)
 
 
 # -- stages without anything to train
