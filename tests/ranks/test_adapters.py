@@ -14,6 +14,7 @@ import oslo_engine as oslo
 import small_models
 from oslo_engine.errors import UnsupportedError
 from oslo_engine.rewrite.state import parallel_state
+from trainer_runs import as_launched, curve, trainer_of
 from training_runs import Recipe, differences, train_rank, train_unsplit
 
 # Column and row layers, fused QKV, embeddings, and what is whole.
@@ -241,6 +242,57 @@ SLOW_LOOPS = [
 def test_adapters_train_in_the_usual_wrappers(rank_pool: Any, recipe: Recipe) -> None:
     found = differences(recipe, train_unsplit(recipe), rank_pool(4).run(train_rank, recipe))
     assert max(found.values()) < 1e-5
+
+
+def stopped(folder: Path, tp: int, pp: int, resume: bool) -> list[float]:
+    """Losses of three steps, or of the two that follow a checkpoint of them at another layout."""
+    import peft
+
+    model = oslo.parallelize(small("llama"), tp=tp, pp=pp)
+    adapted = peft.get_peft_model(model, lora("llama"))
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    if resume:
+        oslo.load_training(folder, adapted, optimizer)
+    losses = []
+    for step in range(1 if resume else 0, 3):
+        losses.append(float(model.train_step(batch(step))))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            oslo.save_training(folder, adapted, optimizer)
+    return losses
+
+
+def test_training_adapters_goes_on_at_another_layout(rank_pool: Any, tmp_path: Path) -> None:
+    wanted = rank_pool(2).run(stopped, tmp_path, 2, 1, False)[0]
+    for losses in rank_pool(2).run(stopped, tmp_path, 1, 2, True):
+        assert losses == pytest.approx(wanted[1:], rel=1e-5)
+
+
+def trainer_losses(folder: Path, tp: int, pp: int) -> list[float]:
+    as_launched()
+    adapted = split("gpt2", tp, pp, True, folder)
+    copies = adapted.get_base_model().mpu.get_data_parallel_world_size()
+    settings = {"save_strategy": "steps", "save_steps": 3}
+    trainer = trainer_of(oslo, adapted, folder / "run", copies, **settings)
+    trainer.train()
+    again = trainer_of(oslo, adapted, folder / "run", copies, **settings)
+    again.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-3"))
+    assert curve(again) == pytest.approx(curve(trainer))
+    trainer.save_model(str(folder / "end"))
+    return curve(trainer)
+
+
+def test_trainer_trains_resumes_and_saves_adapters(rank_pool: Any, tmp_path: Path) -> None:
+    import transformers
+
+    reference = trainer_of(transformers, adapt(small("gpt2"), lora("gpt2")), tmp_path / "one", 1)
+    reference.train()
+    for losses in rank_pool(2).run(trainer_losses, tmp_path, 2, 1):
+        assert losses == pytest.approx(curve(reference), rel=1e-4)
+    found = files(tmp_path / "end")["adapter_config.json"]
+    reference.save_model(str(tmp_path / "one" / "end"))
+    assert found == files(tmp_path / "one" / "end")["adapter_config.json"]
 
 
 # -- what comes after parallelize
