@@ -15,7 +15,7 @@ from oslo_engine.footprint.workload import Workload
 from oslo_engine.fusion.fuse import fuse as fuse_model
 from oslo_engine.fusion.fuse import unfuse
 from oslo_engine.fusion.targets import parse_targets
-from oslo_engine.integrations.peft import refuse_adapters
+from oslo_engine.integrations.peft import adapted_model, has_adapters, meet_adapters, set_aside
 from oslo_engine.methods import with_parallel_methods
 from oslo_engine.placement.device_map import DeviceMap
 from oslo_engine.placement.place import lift, place
@@ -48,7 +48,8 @@ def parallelize(
     ``model.mpu.get_data_parallel_group()``.
 
     Args:
-        model: whole and the same on every rank; in memory, or on ``meta`` (it stays there, with this rank's shapes).
+        model: whole and the same on every rank; in memory, or on ``meta`` (it stays there, with this rank's shapes). Or what
+            PEFT's ``get_peft_model`` made of one.
         tp: tensor-parallel size, any number up to the attention heads.
         pp: pipeline-parallel size, up to the number of blocks.
         policy: how the architecture may be split: None for the installed policy of ``model.config.model_type`` (where there is
@@ -102,8 +103,7 @@ def parallelize(
         return place(model, device_map, placed_class, max_memory=max_memory, workload=workload)
     if max_memory is not None or workload is not None:
         raise PlanError("max_memory and workload belong to a device map", hint='pass device_map="balanced" too')
-    if tp * pp > 1:
-        refuse_adapters(model, "parallelize")
+    outer, model = model, adapted_model(model)
     if "_oslo" in model.__dict__:
         raise PlanError("this model is parallelized already", got=type(model).__name__)
     fusion = model.__dict__.get("_oslo_fusion")
@@ -112,20 +112,23 @@ def parallelize(
     if fuse is not None and fuse is not False:
         parse_targets(model, fuse)
     unfuse(model)
-    split = assemble(
-        model,
-        with_parallel_methods(type(model)),  # type: ignore[arg-type]
-        build_mesh(tp, pp),
-        policy=policy,
-        schedule=schedule,
-        micro_batch_size=micro_batch_size,
-        sequence_parallel=sequence_parallel,
-        expert_split=expert_split,
-        seed=seed,
-    )
+    with set_aside(model):
+        assemble(
+            model,
+            with_parallel_methods(type(model)),  # type: ignore[arg-type]
+            build_mesh(tp, pp),
+            policy=policy,
+            schedule=schedule,
+            micro_batch_size=micro_batch_size,
+            sequence_parallel=sequence_parallel,
+            expert_split=expert_split,
+            seed=seed,
+        )
+    if has_adapters(model):
+        meet_adapters(model, drawn_alike=True)
     if fuse is not None and fuse is not False:
-        fuse_model(split, fuse)
-    return split
+        fuse_model(model, fuse)
+    return outer
 
 
 def deparallelize(model: Model) -> Model:

@@ -28,8 +28,9 @@ from oslo_engine.generation.ngrams import fused_ngram_blocking, use_fused_ngram_
 from oslo_engine.generation.proposals import agree_on_proposals
 from oslo_engine.generation.run import run_generate
 from oslo_engine.generation.stopping import AgreedCriteria
+from oslo_engine.integrations.adapter_files import save_adapters
 from oslo_engine.integrations.deepspeed import meet_engine
-from oslo_engine.integrations.peft import refuse_adapters
+from oslo_engine.integrations.peft import has_adapters, meet_adapters, refuse_adapters, refuse_saving_alone
 from oslo_engine.pipeline.forward import run_forward, train_step
 from oslo_engine.placement.place import Placement, lift, place, placement_of
 from oslo_engine.rewrite.state import ParallelState, parallel_state
@@ -194,10 +195,41 @@ class ParallelMethods(ParallelConstructors):
             save_with_merging: whether to write what the unsplit model's ``save_pretrained`` would.
             kwargs: of ``save_pretrained``: ``max_shard_size``, ``safe_serialization``, ``save_function``, ...
 
+        With adapters of PEFT around its modules the model saves these, in the files that PEFT's ``save_pretrained`` writes, and
+        takes its ``selected_adapters`` and ``save_embedding_layers``.
+
         Communication: collective; every rank must call it.
         """
         with self._parallel.mesh.calls.call("saving"):
+            if has_adapters(self.gpu_modules()):
+                if save_with_merging:
+                    refuse_adapters(self.gpu_modules(), "save_pretrained_with_parallel(save_with_merging=True)")
+                return save_adapters(self.gpu_modules(), save_directory, **kwargs)
             (save_merged if save_with_merging else save_split)(self.gpu_modules(), save_directory, **kwargs)
+
+    @property
+    def peft_config(self) -> Any:
+        """The adapters of PEFT in this model by name; PEFT sets it when they are there, and deletes it when they are not."""
+        if "peft_config" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no adapters")
+        return self.__dict__["peft_config"]
+
+    @peft_config.setter
+    def peft_config(self, configs: Any) -> None:
+        self.__dict__["peft_config"] = configs
+        if "_oslo" in self.__dict__:
+            meet_adapters(self.gpu_modules())
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        del self.__dict__["peft_config"]
+        if "_oslo" in self.__dict__:
+            self._parallel.set_adapters((), ())
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if "_oslo" in self.__dict__:
+            refuse_saving_alone(self.gpu_modules(), sys._getframe(1))
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         if "_oslo" in self.__dict__ and self._parallel.plan.topology.tp * self._parallel.plan.topology.pp > 1:
@@ -289,8 +321,8 @@ def with_parallel_methods(cls: type) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "_oslo" not in self.__dict__:
             return original(self, *args, **kwargs)
-        if self._parallel.plan.topology.tp > 1:
-            refuse_adapters(self, "the model's forward")
+        if has_adapters(self):
+            meet_adapters(self)
         return run_forward(self, original, args, kwargs)
 
     return type(cls.__name__, (ParallelMethods, cls), {**names, "forward": forward})

@@ -122,9 +122,9 @@ def peek(
         if not 0 <= first < opened.num_documents:
             raise DataError("there is no such document", expected=f"one of {opened.num_documents}", got=document)
         known = None if tokenizer is None else load_tokenizer(tokenizer)
-        if known is not None and (manifest := read_manifest(opened.prefix)) is not None:
-            if manifest["settings"].get("tokenizer_sha256") not in (None, known.digest):
-                typer.echo(f"warning: made with another tokenizer, {manifest['tokenizer']}: texts may be wrong", err=True)
+        manifest = read_manifest(opened.prefix)
+        if known is not None and manifest and manifest["settings"].get("tokenizer_sha256") not in (None, known.digest):
+            typer.echo(f"warning: made with another tokenizer, {manifest['tokenizer']}: texts may be wrong", err=True)
         for number in range(first, min(first + count, opened.num_documents)):
             found = opened.document(number)
             more = " ..." if len(found) > tokens else ""

@@ -155,7 +155,7 @@ class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         # In place: what comes here is the result of a product that nobody else reads. Autograd would raise if somebody did.
-        if x._is_view() or not x.is_contiguous():
+        if torch.compiler.is_compiling() or x._is_view() or not x.is_contiguous():
             return all_reduce_sum(x, axis)
         ctx.mark_dirty(x)
         dist.all_reduce(x, group=axis.group)

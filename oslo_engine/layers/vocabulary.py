@@ -85,12 +85,16 @@ class VocabParallelEmbedding(nn.Embedding):
     vocab: VocabLayout
 
     def forward(self, input: Tensor) -> Tensor:
+        return self.look_up(input, self.weight)
+
+    def look_up(self, input: Tensor, weight: Tensor) -> Tensor:
+        """The rows of ids in a table that is divided as this one is. Args: weight [sizes[axis.rank], any width]."""
         vocab, padding = self.vocab, self.padding_idx
         check_ids(input, vocab.total, what="token id")
         rows, inside = vocab.locate(input)
         if padding is not None:
             padding = padding - vocab.start if vocab.start <= padding < vocab.stop else None
-        own = F.embedding(rows, self.weight, padding, sparse=self.sparse)
+        own = F.embedding(rows, weight, padding, sparse=self.sparse)
         return reduce_from(own.masked_fill_(~inside.unsqueeze(-1), 0), vocab.axis)
 
     def extra_repr(self) -> str:
