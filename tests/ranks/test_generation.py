@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import oslo_engine as oslo
 import small_models
+from oslo_engine.comm.counter import CollectiveCounter
 from oslo_engine.errors import PipelineError, UnsupportedError
 
 NEW = 6
@@ -156,6 +157,63 @@ def compare(name: str, tp: int, pp: int, only: list[str] | None = None) -> dict[
 LAYOUTS = [(2, 1), (1, 2)]
 
 
+def calls_per_step(name: str, tp: int, pp: int, **settings: Any) -> dict[str, list[float]]:
+    """Kind of a collective: how many of them at each step of 2 rows, and how many bytes of them this rank hands in."""
+    model = oslo.parallelize(whole(name), tp=tp, pp=pp).eval()
+    counts = []
+    for new in (4, 9):
+        torch.manual_seed(0)
+        more = {"max_new_tokens": new, "min_new_tokens": None, "pad_token_id": 0, "eos_token_id": None, **settings}
+        with CollectiveCounter() as counter:
+            model.generate(prompts(2), **more)
+        counts.append(counter.calls)
+    fewer, more = counts
+    return {kind: [(n - fewer[kind][0]) / 5, (size - fewer[kind][1]) / 5] for kind, (n, size) in more.items() if kind in fewer}
+
+
+def test_logits_stay_where_they_are_computed_in_plain_greedy_decoding(rank_pool) -> None:
+    """Two numbers for each of two rows, and two that say whether all is as it was."""
+    for per_step in rank_pool(2).run(calls_per_step, "llama", 2, 1, do_sample=False):
+        assert per_step["allgather"] == [1, 3 * 2 * 8]
+        assert per_step["allreduce"][0] == 2 * small_models.LAYERS + 1
+        assert per_step.get("broadcast", [0, 0]) == [0, 0]
+        assert per_step.get("gather", [0, 0]) == [0, 0]
+
+
+@pytest.mark.parametrize("settings", [{"do_sample": True}, {"do_sample": False, "repetition_penalty": 1.2}])
+def test_logits_travel_to_the_rank_that_chooses_only(rank_pool, settings: dict[str, Any]) -> None:
+    longest = (small_models.VOCAB + 1) // 2
+    for per_step in rank_pool(2).run(calls_per_step, "llama", 2, 1, **settings):
+        assert per_step["gather"] == [1, 2 * longest * 4]  # from the chooser to itself it is no traffic
+        assert per_step["broadcast"] == [1, 2 * 8]
+        assert "allgather" not in per_step
+
+
+def changes_logits() -> dict[str, Any]:
+    """A model that does something to the logits behind its head: from the start, and from the fourth forward on."""
+    told = {}
+    for title, first in {"always": 0, "later": 3}.items():
+        model, calls = oslo.parallelize(whole("gpt2"), tp=2).eval(), [0]
+
+        def behind(module: Any, args: Any, logits: Tensor, first: int = first, calls: list[int] = calls) -> Tensor:
+            calls[0] += 1
+            return logits if calls[0] <= first else logits.log_softmax(-1)
+
+        model.lm_head.register_forward_hook(behind)
+        try:
+            told[title] = model.generate(prompts(2), max_new_tokens=NEW, pad_token_id=0, do_sample=False)
+        except PipelineError as error:
+            told[title] = str(error)
+    return told
+
+
+def test_logits_that_are_not_the_head_s_are_gathered_to_choose(rank_pool) -> None:
+    wanted = whole("gpt2").generate(prompts(2), max_new_tokens=NEW, pad_token_id=0, do_sample=False)
+    for told in rank_pool(2).run(changes_logits):
+        assert torch.equal(told["always"], wanted)
+        assert "are not now" in told["later"]
+
+
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
 @pytest.mark.parametrize("name", ["gpt2"])
 def test_tokens_are_those_of_the_unsplit_model(rank_pool, name: str, tp: int, pp: int) -> None:
@@ -287,7 +345,10 @@ GROUPED: dict[str, Way] = {
     "beams": way(3, num_beams=2, num_return_sequences=2, eos_token_id=list(range(3, 20)), max_new_tokens=10),
     "no cache": way(3, use_cache=False),
     "many micro-batches": way(16, use_cache=False, max_new_tokens=3),
+    "many rows": way(34, max_new_tokens=3),
+    "many beams": way(9, num_beams=4, max_new_tokens=3),
 }
+BY_DEFAULT = ("many rows", "many beams")  # dealt out without being asked for
 
 
 def compare_groups(name: str, tp: int, pp: int) -> dict[str, Any]:
@@ -313,7 +374,8 @@ def compare_groups(name: str, tp: int, pp: int) -> dict[str, Any]:
             del model.generate
             if not torch.equal(got, wanted):
                 told[f"{title}, {groups} groups"] = f"{got.tolist()} instead of {wanted.tolist()}"
-            if (runs[0] is None) is (groups != 1):
+            dealt = title in BY_DEFAULT if groups is None else groups > 1
+            if (runs[0] is None) is dealt:
                 told[f"{title}, {groups} groups"] = f"ran with {runs[0]}"
     return told
 
@@ -396,6 +458,25 @@ def test_groups_are_refused_where_rows_must_stay_together(rank_pool, settings: d
     assert all("cannot be decoded in groups" in message for message in rank_pool(2).run(ask_for_groups, **settings))
 
 
+def ask_without_a_pipeline(tp: int) -> list[str]:
+    model = oslo.parallelize(whole("gpt2"), tp=tp).eval() if tp > 1 else oslo.GPT2LMHeadModel(whole("gpt2").config).eval()
+    told = []
+    for wish in (2, 0, True):
+        try:
+            model.generate(prompts(2), max_new_tokens=2, pad_token_id=0, decode_groups=wish)
+            told.append("")
+        except UnsupportedError as error:
+            told.append(error.what)
+    assert model.generate(prompts(2), max_new_tokens=2, pad_token_id=0, decode_groups=1).shape == (2, 9)
+    return told
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_groups_are_refused_without_a_pipeline(rank_pool, tp: int) -> None:
+    for told in rank_pool(tp).run(ask_without_a_pipeline, tp):
+        assert told == ["only a pipeline decodes in groups of rows", *["the number of groups must be a positive integer"] * 2]
+
+
 def random_settings(draw: random.Random) -> dict[str, Any]:
     """Settings of ``generate`` that go together."""
     settings: dict[str, Any] = {"max_new_tokens": draw.randint(1, 10), "pad_token_id": 0, "do_sample": draw.random() < 0.5}
@@ -450,7 +531,7 @@ def test_a_hundred_random_settings_agree(rank_pool, tp: int, pp: int) -> None:
         assert told == []
 
 
-def transcribe() -> list[str]:
+def transcribe(tp: int, pp: int) -> list[str]:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     config = WhisperConfig(
@@ -481,7 +562,7 @@ def transcribe() -> list[str]:
                 parameter.data.normal_(0, 0.3, generator=generator)
         return model
 
-    reference, model = made(), oslo.parallelize(made(), tp=2).eval()
+    reference, model = made(), oslo.parallelize(made(), tp=tp, pp=pp).eval()
     features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(0))
     told = []
     for settings in ({}, {"num_beams": 2}, {"do_sample": True}):
@@ -495,6 +576,21 @@ def transcribe() -> list[str]:
 
 
 @pytest.mark.slow
-def test_speech_gives_the_tokens_of_the_unsplit_model(rank_pool) -> None:
-    for told in rank_pool(2).run(transcribe):
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
+def test_speech_gives_the_tokens_of_the_unsplit_model(rank_pool, tp: int, pp: int) -> None:
+    for told in rank_pool(tp * pp).run(transcribe, tp, pp):
         assert told == []
+
+
+def asks_for_a_quantised_cache(tp: int, pp: int) -> str:
+    model = oslo.parallelize(whole("gpt2"), tp=tp, pp=pp).eval()
+    try:
+        model.generate(prompts(1), max_new_tokens=2, pad_token_id=0, cache_implementation="quantized")
+    except UnsupportedError as error:
+        return error.what
+    return ""
+
+
+@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
+def test_quantised_caches_are_refused(rank_pool, tp: int, pp: int) -> None:
+    assert all("quantised cache" in told for told in rank_pool(2).run(asks_for_a_quantised_cache, tp, pp))
