@@ -51,7 +51,7 @@ def load_deployed(
             hint="start it with python",
         )
     topology = Topology(tp=tensor_parallel_size, pp=pipeline_parallel_size)
-    sizes = {"tensor_parallel_size": topology.tp, "pipeline_parallel_size": topology.pp}
+    sizes: dict[str, Any] = {"tensor_parallel_size": topology.tp, "pipeline_parallel_size": topology.pp}
     load = functools.partial(load_parallel, _importable(cls), path, wrap, **sizes, **kwargs)
     return DeployedModel(load, topology.tp * topology.pp, deployment if isinstance(deployment, Deployment) else Deployment())
 

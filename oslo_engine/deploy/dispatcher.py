@@ -194,7 +194,7 @@ class Dispatcher:
                 prompts = tuple(call.prompt for call in calls if call.prompt is not None)
                 work = pack(RunPrompts(first.number, prompts, first.kwargs, first.seed))
         except Exception as error:
-            self._fail_running(error)
+            self._fail_running(_unsendable(error))
             return
         for rank, pipe in enumerate(self._group.pipes):
             try:
@@ -326,6 +326,14 @@ def _in_step(answers: list[Result | Problem]) -> bool:
         for group, count in answer.sequence:
             counts.setdefault(group, set()).add(count)
     return all(len(found) == 1 for found in counts.values())
+
+
+def _unsendable(error: Exception) -> DeploymentError:
+    return DeploymentError(
+        "the arguments of a call cannot be sent to the workers",
+        got=str(error),
+        hint="what is passed must be defined in a module that can be imported, not in the script itself",
+    )
 
 
 def _hand_out(message: Tokens, calls: list[Call]) -> None:

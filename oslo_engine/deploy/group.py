@@ -71,6 +71,8 @@ class WorkerGroup:
                 process = context.Process(target=run_worker, args=(assignment, theirs), daemon=True, name=f"rank {rank}")
                 with main_hidden():
                     process.start()
+                # At the end of any process that has this one in its list, a forked child of this one too, it would be ended.
+                multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
                 theirs.close()  # or the end of the worker would never be seen
                 group.processes.append(process)
                 group.pipes.append(ours)

@@ -217,8 +217,10 @@ def _show_life(assignment: Assignment) -> None:
 
 
 def _die_with_forker() -> None:
-    """On Linux: end even while stopped, when the process that forks workers ends. It ends with the parent, if no worker keeps open
-    what its children get to start others through it."""
+    """On Linux: end even while stopped, when the process that forks workers ends.
+
+    It ends with the parent where no worker keeps open what it is given to start processes through the same forker.
+    """
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     if sys.platform == "linux" and isinstance(alive := getattr(server, "_forkserver_alive_fd", None), int):
         os.close(alive)

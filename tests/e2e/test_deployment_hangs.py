@@ -157,7 +157,7 @@ def test_workers_end_with_a_parent_whose_child_lives_on(folder: Path, tmp_path: 
             os.kill(pids[1], signal.SIGSTOP)
         process.kill()
         process.wait()
-        assert wait_until_gone(pids, 2.0) == []
+        assert wait_until_gone(pids, 10.0 if stopped else 2.0) == []
     finally:
         process.kill()
         for pid in (child, *pids) if child else ():

@@ -36,10 +36,13 @@ def folder(unsplit: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+pytestmark = pytest.mark.timeout(180)
+
+
 def run(folder: Path, *arguments: str, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     whole = {**os.environ, "PYTHONPATH": str(Path(oslo.__file__).parent.parent), "FOLDER": str(folder), **environment}
     return subprocess.run(
-        [sys.executable, *arguments], input=stdin, env=whole, capture_output=True, text=True, timeout=110, check=True
+        [sys.executable, *arguments], input=stdin, env=whole, capture_output=True, text=True, timeout=170, check=True
     )
 
 
