@@ -531,7 +531,7 @@ def test_a_hundred_random_settings_agree(rank_pool, tp: int, pp: int) -> None:
         assert told == []
 
 
-def transcribe() -> list[str]:
+def transcribe(tp: int, pp: int) -> list[str]:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     config = WhisperConfig(
@@ -562,7 +562,7 @@ def transcribe() -> list[str]:
                 parameter.data.normal_(0, 0.3, generator=generator)
         return model
 
-    reference, model = made(), oslo.parallelize(made(), tp=2).eval()
+    reference, model = made(), oslo.parallelize(made(), tp=tp, pp=pp).eval()
     features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(0))
     told = []
     for settings in ({}, {"num_beams": 2}, {"do_sample": True}):
@@ -576,8 +576,9 @@ def transcribe() -> list[str]:
 
 
 @pytest.mark.slow
-def test_speech_gives_the_tokens_of_the_unsplit_model(rank_pool) -> None:
-    for told in rank_pool(2).run(transcribe):
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
+def test_speech_gives_the_tokens_of_the_unsplit_model(rank_pool, tp: int, pp: int) -> None:
+    for told in rank_pool(tp * pp).run(transcribe, tp, pp):
         assert told == []
 
 
