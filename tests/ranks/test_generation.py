@@ -16,7 +16,6 @@ from transformers.generation.streamers import BaseStreamer
 
 import oslo_engine as oslo
 import small_models
-from oslo_engine.comm.counter import CollectiveCounter
 from oslo_engine.errors import PipelineError, UnsupportedError
 
 NEW = 6
@@ -155,63 +154,6 @@ def compare(name: str, tp: int, pp: int, only: list[str] | None = None) -> dict[
 
 
 LAYOUTS = [(2, 1), (1, 2)]
-
-
-def calls_per_step(name: str, tp: int, pp: int, **settings: Any) -> dict[str, list[float]]:
-    """Kind of a collective: how many of them at each step of 2 rows, and how many bytes of them this rank hands in."""
-    model = oslo.parallelize(whole(name), tp=tp, pp=pp).eval()
-    counts = []
-    for new in (4, 9):
-        torch.manual_seed(0)
-        more = {"max_new_tokens": new, "min_new_tokens": None, "pad_token_id": 0, "eos_token_id": None, **settings}
-        with CollectiveCounter() as counter:
-            model.generate(prompts(2), **more)
-        counts.append(counter.calls)
-    fewer, more = counts
-    return {kind: [(n - fewer[kind][0]) / 5, (size - fewer[kind][1]) / 5] for kind, (n, size) in more.items() if kind in fewer}
-
-
-def test_logits_stay_where_they_are_computed_in_plain_greedy_decoding(rank_pool) -> None:
-    """Two numbers for each of two rows, and two that say whether all is as it was."""
-    for per_step in rank_pool(2).run(calls_per_step, "llama", 2, 1, do_sample=False):
-        assert per_step["allgather"] == [1, 3 * 2 * 8]
-        assert per_step["allreduce"][0] == 2 * small_models.LAYERS + 1
-        assert per_step.get("broadcast", [0, 0]) == [0, 0]
-        assert per_step.get("gather", [0, 0]) == [0, 0]
-
-
-@pytest.mark.parametrize("settings", [{"do_sample": True}, {"do_sample": False, "repetition_penalty": 1.2}])
-def test_logits_travel_to_the_rank_that_chooses_only(rank_pool, settings: dict[str, Any]) -> None:
-    longest = (small_models.VOCAB + 1) // 2
-    for per_step in rank_pool(2).run(calls_per_step, "llama", 2, 1, **settings):
-        assert per_step["gather"] == [1, 2 * longest * 4]  # from the chooser to itself it is no traffic
-        assert per_step["broadcast"] == [1, 2 * 8]
-        assert "allgather" not in per_step
-
-
-def changes_logits() -> dict[str, Any]:
-    """A model that does something to the logits behind its head: from the start, and from the fourth forward on."""
-    told = {}
-    for title, first in {"always": 0, "later": 3}.items():
-        model, calls = oslo.parallelize(whole("gpt2"), tp=2).eval(), [0]
-
-        def behind(module: Any, args: Any, logits: Tensor, first: int = first, calls: list[int] = calls) -> Tensor:
-            calls[0] += 1
-            return logits if calls[0] <= first else logits.log_softmax(-1)
-
-        model.lm_head.register_forward_hook(behind)
-        try:
-            told[title] = model.generate(prompts(2), max_new_tokens=NEW, pad_token_id=0, do_sample=False)
-        except PipelineError as error:
-            told[title] = str(error)
-    return told
-
-
-def test_logits_that_are_not_the_head_s_are_gathered_to_choose(rank_pool) -> None:
-    wanted = whole("gpt2").generate(prompts(2), max_new_tokens=NEW, pad_token_id=0, do_sample=False)
-    for told in rank_pool(2).run(changes_logits):
-        assert torch.equal(told["always"], wanted)
-        assert "are not now" in told["later"]
 
 
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
@@ -528,57 +470,6 @@ def compare_random_settings(tp: int, pp: int, count: int) -> list[str]:
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
 def test_a_hundred_random_settings_agree(rank_pool, tp: int, pp: int) -> None:
     for told in rank_pool(2).run(compare_random_settings, tp, pp, 100, timeout_s=450):
-        assert told == []
-
-
-def transcribe(tp: int, pp: int) -> list[str]:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    config = WhisperConfig(
-        vocab_size=small_models.VOCAB,
-        d_model=small_models.HIDDEN,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        num_mel_bins=8,
-        max_source_positions=20,
-        max_target_positions=32,
-        decoder_start_token_id=1,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-    )
-
-    def made() -> Any:
-        model = WhisperForConditionalGeneration(config).eval()
-        generator = torch.Generator().manual_seed(3)
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.data.normal_(0, 0.3, generator=generator)
-        return model
-
-    reference, model = made(), oslo.parallelize(made(), tp=tp, pp=pp).eval()
-    features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(0))
-    told = []
-    for settings in ({}, {"num_beams": 2}, {"do_sample": True}):
-        torch.manual_seed(2)
-        wanted = reference.generate(features, max_new_tokens=NEW, **settings)
-        torch.manual_seed(2)
-        got = model.generate(features, max_new_tokens=NEW, **settings)
-        if not torch.equal(got, wanted):
-            told.append(f"{settings}: {got.tolist()} instead of {wanted.tolist()}")
-    return told
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
-def test_speech_gives_the_tokens_of_the_unsplit_model(rank_pool, tp: int, pp: int) -> None:
-    for told in rank_pool(tp * pp).run(transcribe, tp, pp):
         assert told == []
 
 
