@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import oslo_engine as oslo
 import small_models
 from deployed_model import varied_model
+from oslo_engine.comm.collectives import Axis
 from oslo_engine.comm.counter import CollectiveCounter
 from oslo_engine.errors import PipelineError
+from oslo_engine.generation.heads import Heads
+from oslo_engine.layers.vocabulary import vocab_parallel_head
 
 NEW = 6
 
@@ -76,3 +80,30 @@ def test_logits_that_are_not_the_head_s_are_gathered_to_choose(rank_pool) -> Non
     for told in rank_pool(2).run(changes_logits):
         assert torch.equal(told["always"], wanted)
         assert "are not now" in told["later"]
+
+
+SCORES = {
+    "the first of equal ones": [[1.0, 7.0, 3.0, 7.0, 7.0]],
+    "in either slice": [[0.0, 1.0, 2.0, 3.0, 2.5], [5.0, 1.0, 2.0, 3.0, 2.5], [-9.0, -9.0, -8.0, -9.0, -7.0]],
+    "infinite": [[float("-inf")] * 5, [1.0, 2.0, 3.0, float("inf"), float("inf")]],
+    "not a number": [[1.0, 2.0, 9.0, float("nan"), 3.0], [float("nan"), 2.0, 9.0, 1.0, 3.0]],
+}
+
+
+def choices_from_slices() -> dict[str, list[int]]:
+    axis = Axis("tp", 2, dist.get_rank(), dist.group.WORLD)
+    head: Any = vocab_parallel_head(nn.Linear(4, 3 if axis.rank == 0 else 2, bias=False), axis, (3, 2))
+    heads = Heads(nn.Sequential(head), axis, computes=True)
+    heads.put_logits("nowhere")
+    found = {}
+    for title, scores in SCORES.items():
+        own = torch.zeros(len(scores), 5)
+        head.vocab.narrow(own).copy_(head.vocab.narrow(torch.tensor(scores)))
+        head.last_rows = head.vocab.narrow(own).clone()
+        found[title] = heads.choose(own).flatten().tolist()
+    return found
+
+
+def test_the_largest_of_slices_is_the_largest_of_all(rank_pool) -> None:
+    for found in rank_pool(2).run(choices_from_slices):
+        assert found == {title: torch.tensor(scores).argmax(-1).tolist() for title, scores in SCORES.items()}
