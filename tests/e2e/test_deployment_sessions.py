@@ -39,10 +39,12 @@ def folder(unsplit: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 pytestmark = pytest.mark.timeout(180)
 
 
-def run(folder: Path, *arguments: str, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, *arguments: str, stdin: str | None = None, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     whole = {**os.environ, "PYTHONPATH": str(Path(oslo.__file__).parent.parent), "FOLDER": str(folder), **environment}
     return subprocess.run(
-        [sys.executable, *arguments], input=stdin, env=whole, capture_output=True, text=True, timeout=170, check=True
+        [sys.executable, *arguments], input=stdin, env=whole, cwd=cwd, capture_output=True, text=True, timeout=170, check=True
     )
 
 
@@ -76,6 +78,15 @@ print("closed", model.health().state)
     assert out.count(tokens_of_unsplit(unsplit)) == 2, out
     assert "refused True" in out
     assert "closed closed" in out
+
+
+def test_what_lies_in_the_current_folder_is_not_taken_for_a_library(folder: Path, unsplit: Any, tmp_path: Path) -> None:
+    script, elsewhere = tmp_path / "script" / "run.py", tmp_path / "elsewhere"
+    script.parent.mkdir()
+    elsewhere.mkdir()
+    script.write_text(f"{LOAD}\nmodel.close()")
+    (elsewhere / "transformers.py").write_text("raise RuntimeError('not the library')")
+    assert tokens_of_unsplit(unsplit) in run(folder, str(script), cwd=elsewhere).stdout
 
 
 FORKING = f"""{LOAD}
