@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from oslo_engine.errors import PipelineError
 from oslo_engine.generation.agreement import Agreement
 
 
@@ -81,7 +82,13 @@ class Choice(LogitsProcessor):
         assert heads is not None
         if self._uses_slices:
             ids = heads.choose(scores)
-            return self.agreement.tell(ids) if self.agreement.several_stages else ids
+            ids = self.agreement.tell(ids) if self.agreement.several_stages else ids
+            if bool((ids < 0).any()):
+                raise PipelineError(
+                    "the model's logits were what its head computes in the first step of this generate, and are not now",
+                    hint="pass logits_processor=[...] (one that returns the scores is enough): logits are then gathered whole",
+                )
+            return ids
         ids = self._chosen(scores)
         enough = torch.full_like(ids[:1], int(self.agreement.decides and heads.untouched(scores)))
         message = self.agreement.tell(torch.cat([ids, enough]))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from oslo_engine.comm.collectives import Axis, all_gather
-from oslo_engine.errors import PipelineError
 from oslo_engine.layers.vocabulary import LogitsPlace, VocabParallelHead
 
 
@@ -57,10 +56,8 @@ class Heads:
             scores: [rows, vocabulary], right in this rank's slice.
 
         Returns:
-            [rows, 1], the same on every tp rank of the last stage; zeros on other stages, which are told.
-
-        Raises:
-            PipelineError: the logits are not what the head computed any more, on any rank.
+            [rows, 1], the same on every tp rank of the last stage: ids, or -1 where on any rank the logits are not what the
+            head computed any more. Zeros on other stages, which are told.
 
         Communication: one all-gather of [rows + 1, 2] numbers of 8 bytes on tp.
         """
@@ -76,12 +73,8 @@ class Heads:
             at = own.argmax(-1, keepdim=True)
             message[:rows] = torch.cat([own.gather(-1, at).double(), (at + vocab.start).double()], dim=-1)
         told = all_gather(message[None], self._axis, 0, [1] * self._axis.size)
-        if not bool(told[:, rows, 0].all()):
-            raise PipelineError(
-                "the model's logits were what its head computes in the first step of this generate, and are not now",
-                hint="pass logits_processor=[...] (one that returns the scores is enough): logits are then gathered whole",
-            )
-        return told[:, :rows, 1].gather(0, told[:, :rows, 0].argmax(0, keepdim=True)).long().view(rows, 1)
+        ids = told[:, :rows, 1].gather(0, told[:, :rows, 0].argmax(0, keepdim=True)).long().view(rows, 1)
+        return torch.where(told[:, rows, 0].all(), ids, -1)
 
 
 def _bits(values: Tensor) -> Tensor:

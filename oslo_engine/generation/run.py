@@ -15,6 +15,7 @@ from oslo_engine.generation.stopping import GuardedStreamer
 from oslo_engine.rewrite.state import ParallelState, parallel_state
 
 _CACHES = ("cache", "past_key_values")
+_OTHER_LOOPS = ("custom_generate", "penalty_alpha", "dola_layers", "constraints", "force_words_ids", "diversity_penalty")
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens")
 
 
@@ -49,7 +50,7 @@ def run_generate(
     before, state.agreement = state.agreement, agreement
     shows_logits = bool(asked("output_logits")) and bool(asked("return_dict_in_generate"))
     # A loop that is not Transformers' own may look at logits on every rank.
-    everywhere = shows_logits or has_own_generate(model) or given.get("custom_generate") is not None
+    everywhere = shows_logits or has_own_generate(model) or any(asked(name) for name in _OTHER_LOOPS)
     program = state.program
     agreement.several_stages = program is not None
     in_last_stage = state.mesh.at.pp_rank == state.plan.rank_of_stage[-1]

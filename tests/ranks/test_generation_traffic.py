@@ -57,11 +57,11 @@ def test_logits_travel_to_the_rank_that_chooses_only(rank_pool, settings: dict[s
         assert "allgather" not in per_step
 
 
-def changes_logits() -> dict[str, Any]:
+def changes_logits(pp: int) -> dict[str, Any]:
     """A model that does something to the logits behind its head: from the start, and from the fourth forward on."""
     told = {}
     for title, first in {"always": 0, "later": 3}.items():
-        model, calls = oslo.parallelize(varied_model("gpt2"), tp=2).eval(), [0]
+        model, calls = oslo.parallelize(varied_model("gpt2"), tp=2, pp=pp).eval(), [0]
 
         def behind(module: Any, args: Any, logits: Tensor, first: int = first, calls: list[int] = calls) -> Tensor:
             calls[0] += 1
@@ -75,9 +75,10 @@ def changes_logits() -> dict[str, Any]:
     return told
 
 
-def test_logits_that_are_not_the_head_s_are_gathered_to_choose(rank_pool) -> None:
+@pytest.mark.parametrize("pp", [1, 2])
+def test_logits_that_are_not_the_head_s_are_gathered_to_choose(rank_pool, pp: int) -> None:
     wanted = varied_model("gpt2").generate(prompts(), max_new_tokens=NEW, pad_token_id=0, do_sample=False)
-    for told in rank_pool(2).run(changes_logits):
+    for told in rank_pool(2 * pp).run(changes_logits, pp):
         assert torch.equal(told["always"], wanted)
         assert "are not now" in told["later"]
 
