@@ -80,7 +80,8 @@ def _computed_s() -> float:
 
 def ask_for_stacks(folder: Path, num_ranks: int) -> dict[int, str]:
     """Where the workers that still can run Python are, by rank, as text."""
-    _question(folder).touch()
+    with suppress(OSError):  # the folder goes with the workers
+        _question(folder).touch()
     time.sleep(3 * BEAT_S)
     found = {}
     for rank in range(num_ranks):
