@@ -39,7 +39,7 @@ class Candidate:
 
 
 def candidates(question: Question, num_blocks: int, *, sequence_parallel: bool) -> Iterator[Candidate]:
-    """Every layout worth looking at, whether it fits or not.
+    """Every layout worth looking at, whether it fits or not; of one kind those first that take least memory.
 
     Args:
         num_blocks: of the model; a stage needs one.
@@ -80,13 +80,13 @@ def _batches(question: Question, num_blocks: int, pp: int, dp: int) -> Iterator[
 def _zero_stages(dp: int, pp: int) -> tuple[int, ...]:
     if dp == 1:
         return (0,)
-    return (0, 1, 2, 3) if pp == 1 else (0, 1)
+    return (3, 2, 1, 0) if pp == 1 else (1, 0)
 
 
 def _choices(question: Question) -> tuple[bool, ...]:
     if not question.workload.trains:
         return (False,)
-    return (False, True) if question.checkpointing is None else (question.checkpointing,)
+    return (True, False) if question.checkpointing is None else (question.checkpointing,)
 
 
 def _divisors(number: int, most: int) -> list[int]:

@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Protocol
 
-from oslo_engine.pipeline.orders import num_stages, schedule_orders
+from oslo_engine.pipeline.orders import compute_orders, num_stages
 from oslo_engine.plan.plan import Plan
 from oslo_engine.planning.candidates import Candidate
 from oslo_engine.planning.question import Question
-from oslo_engine.planning.rank_walk import idle_share
+from oslo_engine.planning.rank_walk import idle_share, simulated_count
 from oslo_engine.planning.traffic import Messages
 
 _FORWARD_FLOPS = 2  # for a parameter and token: a product and a sum
-_MOST_SIMULATED = 4  # micro-batches for each rank: after that a batch grows by whole rounds, and the ranks idle as long
 _TERA = 1e12
 
 
@@ -57,10 +56,8 @@ def pipeline_bubble(schedule: str, pp: int, micro_batches: int) -> float:
     """The share of a batch in which the ranks wait, with stages of equal size whose backward takes twice the forward."""
     if pp == 1:
         return 0.0
-    simulated = micro_batches
-    if micro_batches > _MOST_SIMULATED * pp:
-        simulated = _MOST_SIMULATED * pp + micro_batches % pp
-    orders = schedule_orders(schedule, pp, simulated)
+    simulated = simulated_count(schedule, pp, micro_batches)
+    orders = compute_orders(schedule, pp, simulated)
     stages = num_stages(schedule, pp)
     idle = idle_share(orders, [1.0] * stages, [2.0] * stages)
     lost = idle / (1 - idle) * simulated  # waiting, counted in micro-batches of work
