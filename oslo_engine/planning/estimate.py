@@ -46,13 +46,14 @@ class RankEstimate:
 class Estimate:
     """One layout.
 
-    bubble: share of a step in which ranks wait for one another.
+    bubble: share of a step in which ranks wait for one another. computing: seconds of a step in which a rank computes.
     seconds: of a step, at the speeds that the cluster was said to have. limit: what takes most of them, or of the memory.
     """
 
     candidate: Candidate
     ranks: tuple[RankEstimate, ...]
     bubble: float
+    computing: float
     seconds: float
     limit: str
 
@@ -104,10 +105,9 @@ def estimate(plans: ModelPlans, question: Question, candidate: Candidate) -> Est
                 rank_messages(plan, held, costs, pp_rank, candidate, workload),
             )
         )
-    bubble, seconds, limit = step_time(plan, question, candidate, ranks)
-    if max(rank.total for rank in ranks) > question.cluster.memory:
-        limit = "memory"
-    return Estimate(candidate, tuple(ranks), bubble, seconds, limit)
+    time = step_time(plan, question, candidate, ranks)
+    limit = "memory" if max(rank.total for rank in ranks) > question.cluster.memory else time.limit
+    return Estimate(candidate, tuple(ranks), time.bubble, time.computing, time.seconds, limit)
 
 
 @lru_cache(maxsize=512)
@@ -115,9 +115,14 @@ def rank_steps(schedule: str, pp: int, micro_batches: int, trains: bool) -> tupl
     """What every pipeline rank computes in a step; without a pipeline one micro-batch after the other."""
     if not trains:
         stages = rank_of_stage(schedule, pp)
-        orders = [[Action(stage, ActionKind.FORWARD, 0) for stage, holder in enumerate(stages) if holder == rank] for rank in range(pp)]
+        orders = [
+            [Action(stage, ActionKind.FORWARD, 0) for stage, holder in enumerate(stages) if holder == rank]
+            for rank in range(pp)
+        ]
     elif pp > 1:
-        orders = [list(actions) for actions in compute_orders(schedule, pp, simulated_count(schedule, pp, micro_batches)).actions]
+        orders = [
+            list(actions) for actions in compute_orders(schedule, pp, simulated_count(schedule, pp, micro_batches)).actions
+        ]
     else:
         orders = [[Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0)]]
     return tuple(map(steps_of, orders))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from oslo_engine.pipeline.orders import Action, ActionKind, Orders, takes
+from oslo_engine.pipeline.timeline import Event
 from oslo_engine.planning.stage_costs import StageCosts
 
 _ROUNDS = 4  # of pp micro-batches
@@ -80,9 +81,17 @@ def idle_share(orders: Orders, forward: Sequence[float], backward: Sequence[floa
         orders: of all ranks.
         forward, backward: seconds of each stage for a micro-batch; a split backward is halved.
     """
+    events = walk(orders, forward, backward)
+    busy = sum(event.end_s - event.start_s for row in events for event in row)
+    whole = max((row[-1].end_s for row in events if row), default=0.0) * len(events)
+    return 1 - busy / whole if whole else 0.0
+
+
+def walk(orders: Orders, forward: Sequence[float], backward: Sequence[float]) -> list[list[Event]]:
+    """What every rank computes when, from second 0 on; arguments as of ``idle_share``."""
     position = [0] * len(orders.actions)
     clock = [0.0] * len(orders.actions)
-    busy = 0.0
+    events: list[list[Event]] = [[] for _ in orders.actions]
     done: dict[tuple[int, bool, int], float] = {}  # (stage, whether backward, micro-batch) -> when its result is there
     ranks = list(range(len(orders.actions)))
     while ranks:
@@ -97,8 +106,9 @@ def idle_share(orders: Orders, forward: Sequence[float], backward: Sequence[floa
                 if ready is None:
                     break
                 if took:
-                    clock[rank] = max(clock[rank], ready) + took
-                    busy += took
+                    start = max(clock[rank], ready)
+                    clock[rank] = start + took
+                    events[rank].append(Event(action.kind, action.stage, action.micro, start, clock[rank]))
                     if action.kind is ActionKind.FORWARD or action.kind.starts_backward:
                         done[action.stage, action.kind is not ActionKind.FORWARD, action.micro] = clock[rank]
                 position[rank] += 1
@@ -107,8 +117,7 @@ def idle_share(orders: Orders, forward: Sequence[float], backward: Sequence[floa
                 waiting.append(rank)
         assert moved, "the orders wait for one another"
         ranks = waiting
-    whole = max(clock) * len(clock)
-    return 1 - busy / whole if whole else 0.0
+    return events
 
 
 def _seconds(action: Action, forward: Sequence[float], backward: Sequence[float]) -> float:

@@ -33,9 +33,9 @@ def search(plans: ModelPlans, question: Question) -> tuple[list[Estimate], list[
             if held > question.cluster.memory:
                 too_large.append((held, candidate))
                 continue
-            smaller = failed.setdefault(replace(candidate, rows=1, micro_batches=1, zero=0), [])
-            if any(candidate.rows >= each.rows and candidate.zero <= each.zero for each in smaller):
-                continue  # takes no less than one that did not fit
+            smaller = failed.setdefault(replace(candidate, rows=1, micro_batches=1, zero=0, checkpointing=False), [])
+            if any(_takes_more(candidate, each) for each in smaller):
+                continue
             found = estimate(plans, question, candidate)
             if found.memory > question.cluster.memory:
                 smaller.append(candidate)
@@ -49,6 +49,11 @@ def search(plans: ModelPlans, question: Question) -> tuple[list[Estimate], list[
     fitting.sort(key=lambda found: found.seconds)
     lacking.sort(key=lambda found: found.memory)
     return fitting, lacking[:_NEAREST], dict(refused)
+
+
+def _takes_more(candidate: Candidate, other: Candidate) -> bool:
+    """Whether, of one layout, it takes no less than the other: as many rows, no more divided, no more recomputed."""
+    return candidate.rows >= other.rows and candidate.zero <= other.zero and candidate.checkpointing <= other.checkpointing
 
 
 def _possible(plans: ModelPlans, question: Question, some: Iterable[Candidate]) -> Iterator[Estimate]:

@@ -7,6 +7,7 @@ they cross, nothing overlapping. It says which layout is better, not how many se
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
@@ -29,8 +30,19 @@ class _Rank(Protocol):
     def messages(self) -> Mapping[tuple[str, str], Messages]: ...
 
 
-def step_time(plan: Plan, question: Question, candidate: Candidate, ranks: Sequence[_Rank]) -> tuple[float, float, str]:
-    """(share of the pipeline's time in which ranks wait, seconds of a step, what takes most of them)."""
+@dataclass(frozen=True)
+class StepTime:
+    """computing: seconds of a step in which a rank computes. bubble: share of the pipeline's time in which ranks wait.
+    seconds: of a step. limit: what takes most of them."""
+
+    computing: float
+    bubble: float
+    seconds: float
+    limit: str
+
+
+def step_time(plan: Plan, question: Question, candidate: Candidate, ranks: Sequence[_Rank]) -> StepTime:
+    """Of the slowest rank."""
     work = question.workload
     tokens = candidate.rows * candidate.micro_batches * (work.length + (work.target_length if _has_two(plan) else 0))
     passes = (3 + candidate.checkpointing) if work.trains else 1  # a backward computes twice as much as a forward
@@ -48,7 +60,7 @@ def step_time(plan: Plan, question: Question, candidate: Candidate, ranks: Seque
             own[axis] = own.get(axis, 0.0) + carried / question.cluster.bytes_per_s(_reach(axis, candidate))
         sending = {axis: max(sending.get(axis, 0.0), own.get(axis, 0.0)) for axis in {*sending, *own}}
     kinds = {"compute": computing, "bubble": waiting, **{f"{axis} messages": seconds for axis, seconds in sending.items()}}
-    return bubble, sum(kinds.values()), max(kinds, key=lambda kind: kinds[kind])
+    return StepTime(computing, bubble, sum(kinds.values()), max(kinds, key=lambda kind: kinds[kind]))
 
 
 @lru_cache(maxsize=512)

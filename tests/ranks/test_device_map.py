@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from placed_models import check_placed, text_model
+from placed_models import check_copies, check_placed, text_model
 from rank_pool import RankPool
 
 QUICK = [("causal", "gpt2"), ("causal", "mixtral"), ("masked", "bert"), ("seq2seq", "t5"), ("seq2seq", "bart")]
@@ -53,3 +53,9 @@ def test_placed_model_computes_what_it_computes_on_one_device(pretend: RankPool,
 @pytest.mark.parametrize(("task", "model_type"), [*QUICK, *SLOW])
 def test_placed_architecture_computes_what_it_computes_on_one_device(pretend: RankPool, task: str, model_type: str) -> None:
     pretend.run(check_placed, text_model, task, model_type)
+
+
+@pytest.mark.parametrize(("task", "model_type"), [("causal", "gpt2"), ("causal", "llama"), ("seq2seq", "t5")])
+def test_no_more_is_copied_than_accelerate_copies(pretend: RankPool, task: str, model_type: str) -> None:
+    pytest.importorskip("accelerate", reason="it is the peer")
+    pretend.run(check_copies, task, model_type)

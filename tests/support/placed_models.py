@@ -115,3 +115,27 @@ def _alike(one: Any, other: Any, noise: float = 0.0) -> bool:
         return one is other
     expected = other.cpu()
     return bool((one.cpu() - expected).abs().max() <= max(TOLERANCE * expected.abs().max(), noise))
+
+
+def check_copies(task: str, model_type: str) -> None:
+    """In a forward and in a generation, on 2 and on 4 devices: copies over a border, beside accelerate's on the same map."""
+    from accelerate import dispatch_model
+
+    pretend_devices.install()
+    model, batch, inputs = text_model(task, model_type)
+    assert inputs is not None
+    for name in ("2", "4"):
+        ours = parallelize(copy.deepcopy(model), device_map=spread(model, DEVICES[name]))
+        by_path = {path: str(device) for path, device in ours.device_map.items()}  # type: ignore[attr-defined]
+        theirs = dispatch_model(copy.deepcopy(model), device_map=by_path, force_hooks=True)
+        theirs.tie_weights()
+        given = on_device(inputs, DEVICES[name][0])
+        counts = []
+        for each in (ours, theirs):
+            with torch.no_grad(), pretend_devices.count_copies() as forward:
+                each(**batch)
+            with pretend_devices.count_copies() as generation:
+                each.generate(**given, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+            counts.append({f"{kind} {what}": n for what, c in (("f", forward), ("g", generation)) for kind, n in c.items()})
+        assert counts[0]["between f"] >= len(DEVICES[name]) - 1, "the value that the blocks hand on"
+        assert all(counts[0][kind] <= counts[1][kind] for kind in counts[0]), (name, counts)
