@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import sys
 from collections.abc import Iterator
@@ -62,7 +63,7 @@ def deploy(cls: type, path: Any, settings: Deployment, kwargs: dict[str, Any]) -
 def _importable(cls: Any) -> Any:
     """The class itself if its name leads to it; one that ``with_parallel_methods`` made has the name of the one behind it."""
     named = attrgetter(cls.__qualname__)(sys.modules[cls.__module__])
-    return cls if named is cls else next(base for base in cls.__mro__ if not issubclass(base, ParallelConstructors))
+    return cls if named is cls else _behind(cls)
 
 
 def _load_here(cls: type, path: Any, kwargs: dict[str, Any]) -> Any:
@@ -274,6 +275,17 @@ class ParallelMethods(ParallelConstructors):
         return parallel_state(self)  # type: ignore[arg-type]
 
 
+class _Made(type):
+    """Of the classes made below. Their names lead to the classes behind them, so pickle must be told how to make them again."""
+
+
+copyreg.pickle(_Made, lambda made: (with_parallel_methods, (_behind(made),)))  # type: ignore[arg-type]
+
+
+def _behind(made: Any) -> Any:
+    return next(base for base in made.__mro__ if not issubclass(base, ParallelConstructors))
+
+
 @cache
 def with_parallel_methods(cls: type) -> type:
     """The subclass of a model class (or Auto class) that has the methods above; of the same name, one per class."""
@@ -281,7 +293,7 @@ def with_parallel_methods(cls: type) -> type:
     if issubclass(cls, ParallelConstructors):
         return cls
     if not issubclass(cls, PreTrainedModel):
-        return type(cls.__name__, (ParallelConstructors, cls), names)
+        return _Made(cls.__name__, (ParallelConstructors, cls), names)
     original = cls.forward
 
     @functools.wraps(original)  # generate() and Trainer read the signature
@@ -292,4 +304,4 @@ def with_parallel_methods(cls: type) -> type:
             refuse_adapters(self, "the model's forward")
         return run_forward(self, original, args, kwargs)
 
-    return type(cls.__name__, (ParallelMethods, cls), {**names, "forward": forward})
+    return _Made(cls.__name__, (ParallelMethods, cls), {**names, "forward": forward})
