@@ -279,9 +279,6 @@ class _Made(type):
     """Of the classes made below. Their names lead to the classes behind them, so pickle must be told how to make them again."""
 
 
-copyreg.pickle(_Made, lambda made: (with_parallel_methods, (_behind(made),)))  # type: ignore[arg-type]
-
-
 def _behind(made: Any) -> Any:
     return next(base for base in made.__mro__ if not issubclass(base, ParallelConstructors))
 
@@ -305,3 +302,10 @@ def with_parallel_methods(cls: type) -> type:
         return run_forward(self, original, args, kwargs)
 
     return _Made(cls.__name__, (ParallelMethods, cls), {**names, "forward": forward})
+
+
+def _how_to_make(made: Any) -> tuple[Any, tuple[Any]]:
+    return with_parallel_methods, (_behind(made),)
+
+
+copyreg.pickle(_Made, _how_to_make)  # type: ignore[arg-type]
