@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import sys
 from collections.abc import Iterator
@@ -273,6 +274,14 @@ class ParallelMethods(ParallelConstructors):
         return parallel_state(self)  # type: ignore[arg-type]
 
 
+class _Made(type):
+    """Of the classes made below. Their names lead to the classes behind them, so pickle must be told how to make them again."""
+
+
+def _behind(made: Any) -> Any:
+    return next(base for base in made.__mro__ if not issubclass(base, ParallelConstructors))
+
+
 @cache
 def with_parallel_methods(cls: type) -> type:
     """The subclass of a model class (or Auto class) that has the methods above; of the same name, one per class."""
@@ -280,7 +289,7 @@ def with_parallel_methods(cls: type) -> type:
     if issubclass(cls, ParallelConstructors):
         return cls
     if not issubclass(cls, PreTrainedModel):
-        return type(cls.__name__, (ParallelConstructors, cls), names)
+        return _Made(cls.__name__, (ParallelConstructors, cls), names)
     original = cls.forward
 
     @functools.wraps(original)  # generate() and Trainer read the signature
@@ -291,4 +300,11 @@ def with_parallel_methods(cls: type) -> type:
             meet_adapters(self)
         return run_forward(self, original, args, kwargs)
 
-    return type(cls.__name__, (ParallelMethods, cls), {**names, "forward": forward})
+    return _Made(cls.__name__, (ParallelMethods, cls), {**names, "forward": forward})
+
+
+def _how_to_make(made: Any) -> tuple[Any, tuple[Any]]:
+    return with_parallel_methods, (_behind(made),)
+
+
+copyreg.pickle(_Made, _how_to_make)  # type: ignore[arg-type]
