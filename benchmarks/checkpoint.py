@@ -153,9 +153,9 @@ def _forget_peak() -> None:
 
 def measure_loading(root: Path, tp: int) -> list[dict[str, Any]]:
     """Of the first rank."""
-    from oslo_engine.checkpoint.complete import verify_folder
     from oslo_engine.checkpoint.folder import model_of
     from oslo_engine.checkpoint.source import open_source
+    from oslo_engine.checkpoint.verify import verify_folder
     from oslo_engine.policy.registry import find_policy
     from oslo_engine.rewrite.planning import plan_model
     from oslo_engine.topology import Topology

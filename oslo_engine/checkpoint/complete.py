@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, unaltered, and one of the model in its config."""
+"""Whether a checkpoint has just the tensors of a model."""
 
 from __future__ import annotations
 
@@ -7,41 +7,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from oslo_engine.checkpoint.folder import Progress, model_of
-from oslo_engine.checkpoint.source import open_source
-from oslo_engine.checkpoint.split import SplitSource
-from oslo_engine.checkpoint.supply import Supplies, supplies_for, without
-from oslo_engine.checkpoint.tensors import TensorSource
+from oslo_engine.checkpoint.supply import Supplies, without
 from oslo_engine.errors import CheckpointError
-from oslo_engine.rewrite.planning import plan_model
-from oslo_engine.topology import Topology
-
-
-def verify_folder(folder: Path, progress: Progress | None = None) -> TensorSource:
-    """Check a checkpoint: its files, their checksums where it has them, and names and shapes by the model in its config.
-
-    Args:
-        progress: is told how many bytes of a split checkpoint were compared with their checksums.
-
-    Returns:
-        The checkpoint.
-
-    Raises:
-        CheckpointError: what is wrong first; it names the file or the tensor.
-    """
-    source = open_source(folder)
-    model = model_of(folder, source)
-    tensors = [tensor for tensor in plan_model(model, None, Topology()).plan.tensors if tensor.persistent]
-    supplies = supplies_for(model, tensors, source)
-    check_complete(supplies, made_by_class(supplies, model), folder, type(model).__name__)
-    if isinstance(source, SplitSource):
-        source.open_all()
-        sizes = [source.layout.files[name].size_bytes for name in source.layout.file_names()]
-        for part in range(len(sizes)):
-            source.verify(part, len(sizes))
-            if progress is not None:
-                progress(sum(sizes[: part + 1]), sum(sizes))
-    return source
 
 
 def made_by_class(supplies: Supplies, model: PreTrainedModel) -> set[str]:

@@ -65,8 +65,10 @@ def _open_and_load(folder: Path, whole: Any, optimizer: torch.optim.Optimizer | 
     sources: list[SplitSource] = []
 
     def open_all() -> None:
-        record.update(_read_record(folder))
+        record.update(read_record(folder))
         _check_asked(folder, record, optimizer, objects)
+        if optimizer is not None:
+            check_file(folder / OPTIMIZER, record)
         sources.extend(SplitSource(folder, manifest) for manifest in (MANIFEST, *([] if optimizer is None else [OPTIMIZER])))
 
     together(open_all, what="opening the checkpoint")
@@ -97,7 +99,12 @@ def _load(
         _set_generators(generators, state)
 
 
-def _read_record(folder: Path) -> dict[str, Any]:
+def read_record(folder: Path) -> dict[str, Any]:
+    """What a training was saved with, and the other files of it.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
     path = folder / RECORD
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -139,7 +146,12 @@ def _check_asked(folder: Path, record: Mapping[str, Any], optimizer: Any, object
         logger.warning("%s: saved and not loaded: %s", folder, ", ".join(unused))
 
 
-def _read_packed(path: Path, record: Mapping[str, Any]) -> Any:
+def check_file(path: Path, record: Mapping[str, Any]) -> None:
+    """Compare a file of a training with its checksum.
+
+    Raises:
+        CheckpointError: it is missing or was altered.
+    """
     wanted = record["files"].get(path.name)
     if wanted is None or not path.is_file():
         raise CheckpointError("a file of the training is missing", where=str(path), expected=f"listed in {RECORD}")
@@ -152,6 +164,10 @@ def _read_packed(path: Path, record: Mapping[str, Any]) -> Any:
             got=f"{found.size_bytes} bytes, sha256 {found.sha256}",
             hint="copy the checkpoint again",
         )
+
+
+def _read_packed(path: Path, record: Mapping[str, Any]) -> Any:
+    check_file(path, record)
     return torch.load(path, map_location="cpu", weights_only=True)
 
 

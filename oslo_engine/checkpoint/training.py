@@ -179,8 +179,9 @@ def _prepare(
         saved["others"] = {name: value for _, others, _ in seen for name, value in others.items()}
 
     def pack() -> None:
-        job.objects = _packed({**saved, "objects": {name: each.state_dict() for name, each in objects.items()}})
-        job.generators = _packed(_generators(state))
+        states = {name: _state_of(name, each) for name, each in objects.items()}
+        job.objects = _packed({**saved, "objects": states}, WHAT)
+        job.generators = _packed(_generators(state), WHAT)
 
     together(pack, what=WHAT)
     return job
@@ -190,15 +191,26 @@ def _copied(values: Any) -> Reader:
     return {name: value.detach().to("cpu", copy=True) for name, value in values}.__getitem__
 
 
-def _packed(value: Any) -> bytes:
+def _state_of(name: str, given: Any) -> Any:
+    if not hasattr(given, "state_dict"):
+        raise CheckpointError(
+            "an object that is to be saved has no state", where=f"{name}=", expected="state_dict()", got=type(given).__name__
+        )
+    state = given.state_dict()
+    _packed(state, f"{name}=")
+    return state
+
+
+def _packed(value: Any, where: str) -> bytes:
     """As ``torch.save`` writes it. What cannot be read back safely is refused now and not after the training."""
     buffer = io.BytesIO()
-    torch.save(value, buffer)
     try:
+        torch.save(value, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:
         raise CheckpointError(
             "a state holds something that cannot be read back safely",
+            where=where,
             expected="tensors, numbers, texts, and lists and dicts of them",
             got=str(error).partition("\n")[0],
             hint="leave it out of state_dict()",
@@ -217,6 +229,7 @@ def _finish(model: PreTrainedModel, job: _Job, staging: Path, target: Path) -> N
     write_config(model, staging)
     if job.optimizer is not None:
         job.optimizer[0].write(staging / OPTIMIZER)
+        job.record["files"][OPTIMIZER] = dataclasses.asdict(record_of(staging / OPTIMIZER))
     (staging / RECORD).write_text(json.dumps(job.record, indent=2) + "\n", encoding="utf-8")
     job.layout.write(staging / MANIFEST)
     commit(staging, target)

@@ -104,8 +104,8 @@ def verify(folder: Annotated[Path, typer.Argument(help="Folder of a checkpoint, 
             raise CheckpointError("there is no such checkpoint", where=str(folder), expected="a folder")
     try:
         with byte_progress("checking") as progress:
-            from oslo_engine.checkpoint.complete import verify_folder
             from oslo_engine.checkpoint.split import SplitSource
+            from oslo_engine.checkpoint.verify import verify_folder
 
             quiet_transformers()
             source = verify_folder(folder, progress)

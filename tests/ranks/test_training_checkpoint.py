@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import oslo_engine as oslo
 from oslo_engine.checkpoint import resume, training
 from oslo_engine.checkpoint.source import open_source
+from oslo_engine.checkpoint.verify import verify_folder
 from oslo_engine.errors import CheckpointError, OsloError
 from split_models import VOCAB, whole_model
 
@@ -183,7 +186,7 @@ def test_a_training_checkpoint_is_a_split_checkpoint(rank_pool: Any, tmp_path: P
 # -- what is refused
 
 
-ALTERED = ["objects.pt", "random_rank=1.pt", "optimizer_tp=1_pp=0.safetensors", "model_tp=0_pp=0.safetensors"]
+ALTERED = ["objects.pt", "random_rank=1.pt", "optimizer.json", "optimizer_tp=1_pp=0.safetensors", "model_tp=0_pp=0.safetensors"]
 
 
 class WithFunction:
@@ -192,6 +195,11 @@ class WithFunction:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise AssertionError
+
+
+class WithLocalFunction(WithFunction):
+    def state_dict(self) -> dict[str, Any]:
+        return {"function": lambda: None}
 
 
 def complaint_about(folder: Path, what: str) -> str:
@@ -206,6 +214,10 @@ def complaint_about(folder: Path, what: str) -> str:
     try:
         if what == "unsafe":
             run.save(folder, more=WithFunction())
+        elif what == "local":
+            run.save(folder, more=WithLocalFunction())
+        elif what == "stateless":
+            run.save(folder, more=5)
         elif what == "foreign":
             optimizer = torch.optim.AdamW([*run.model.parameters(), nn.Parameter(torch.zeros(3))])
             oslo.save_training(folder, run.model, optimizer)
@@ -255,7 +267,9 @@ def spoil(folder: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("unsafe", "cannot be read back safely"),
+        ("unsafe", "cannot be read back safely\n  where: more="),
+        ("local", "cannot be read back safely\n  where: more="),
+        ("stateless", "an object that is to be saved has no state\n  where: more="),
         ("foreign", "a parameter that is not the model's"),
         ("factored", "cannot be divided like it"),
         ("groups", "another number of parameter groups"),
@@ -274,6 +288,31 @@ def test_what_cannot_be_right_is_one_error_on_every_rank(rank_pool: Any, tmp_pat
     for complaint in rank_pool(2).run(complaint_about, tmp_path / "a", what):
         assert told in complaint
     assert os.listdir(tmp_path) == ["a"], "nothing half-written is left"
+
+
+def save_with_config(folder: Path) -> None:
+    run = Run("gpt2", 2, 1)
+    run.steps(1)
+    run.save(folder)
+
+
+def test_verify_names_whatever_file_of_a_training_is_missing_or_altered(rank_pool: Any, tmp_path: Path) -> None:
+    rank_pool(2).run(save_with_config, tmp_path / "a")
+    names = sorted(path.name for path in (tmp_path / "a").iterdir() if "config" not in path.name)
+    assert len(names) == 10
+    assert len(verify_folder(tmp_path / "a").names()) > 0
+    for name in names:
+        for what in ("missing", "altered"):
+            if what == "altered" and name in ("layout.json", "training.json"):
+                continue  # nothing says what these were
+            folder = tmp_path / f"{name} {what}"
+            shutil.copytree(tmp_path / "a", folder)
+            if what == "missing":
+                (folder / name).unlink()
+            else:
+                spoil(folder, f"altered {name}")
+            with pytest.raises(CheckpointError, match=re.escape(name)):
+                verify_folder(folder)
 
 
 def refused_save_leaves_the_old(folder: Path) -> bool:
