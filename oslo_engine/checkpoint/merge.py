@@ -84,9 +84,14 @@ class Merged:
         self.specs: dict[str, TensorSpec] = {name: spec for recipe in recipes for name, spec in recipe.outputs.items()}
         self._source, self._maker = source, _Maker(source, recipes, skeleton)
         stand_ins = {name: torch.empty(spec.shape, dtype=spec.dtype, device=META) for name, spec in self.specs.items()}
-        self._shards = split_torch_state_dict_into_shards(
-            stand_ins, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
-        )
+        try:
+            self._shards = split_torch_state_dict_into_shards(
+                stand_ins, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+            )
+        except ValueError as error:
+            raise CheckpointError(
+                "no such size of files", where="max_shard_size", expected="5GB, 200MB, ...", got=f"{max_shard_size!r}: {error}"
+            ) from None
 
     def sizes(self) -> dict[str, int]:
         """By file."""

@@ -1,8 +1,8 @@
 """A data set on its way: what is done survives a kill, and nothing has the final name before all of it is there.
 
 The hidden folder ``.NAME.preparing`` beside the target holds the tokens, the lengths of sequences, the counts of documents,
-and a journal. Each line of the journal says how far all of them reached when they were on the disk; whatever lies behind that
-is cut off when the work goes on.
+and a journal. Each line of the journal, a checksum before it, says how far all of them reached when they were on the disk, with
+checksums of theirs; whatever lies behind that is cut off when the work goes on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 _FILES = ("tokens", "lengths", "counts")
 _COMMIT_SECONDS = 2.0
 _SHOWN_PROBLEMS = 10
+_CHUNK_BYTES = 1 << 22
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Progress:
         source_bytes: read of the sources.
         text_bytes: of the documents, in UTF-8.
         digest: of the units that came from a source without a file.
+        checksums: CRC-32 of the tokens, lengths and counts.
     """
 
     units: int = 0
@@ -52,6 +55,7 @@ class Progress:
     skipped: int = 0
     problems: list[Problem] = field(default_factory=list)
     digest: str = ""
+    checksums: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_FILES, 0))
 
 
 class Draft:
@@ -99,7 +103,11 @@ class Draft:
         if lines and not lines[-1].endswith(b"\n"):
             self._journal.truncate(sum(len(line) for line in lines[:-1]))
             lines.pop()
-        notes: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        sums, texts = [line[:8] for line in lines], [line[9:] for line in lines]
+        if sums != [_sum_of(text) for text in texts]:
+            logger.warning("%s: its journal is damaged, and all is done anew", self.folder)
+            return []
+        notes: list[dict[str, Any]] = [json.loads(text) for text in texts]
         if notes and notes[0]["settings"] != json.loads(json.dumps(settings)):
             logger.warning("%s: begun with other settings or sources, and cleared away", self.folder)
             return []
@@ -110,8 +118,8 @@ class Draft:
         if len(notes) > 1:
             state = notes[-1]
             self.progress = Progress(**state | {"problems": [Problem(**each) for each in state["problems"]]})
-            if any(os.fstat(file.fileno()).st_size < self._sizes()[name] for name, file in self._files.items()):
-                logger.warning("%s: the disk lost a part of it, and all is done anew", self.folder)
+            if any(self._checksum(name) != known for name, known in self.progress.checksums.items()):
+                logger.warning("%s: a part of it was lost or altered, and all is done anew", self.folder)
                 self.progress, notes = Progress(), []
             else:
                 logger.warning("%s: going on after %d documents", self.folder, self.progress.documents)
@@ -125,12 +133,20 @@ class Draft:
         done = self.progress
         return {"tokens": done.tokens * self._dtype.itemsize, "lengths": done.sequences * 4, "counts": done.documents * 4}
 
+    def _checksum(self, name: str) -> int | None:
+        """Of what must be there of a file; None if it is not."""
+        left, found = self._sizes()[name], 0
+        with open(self.folder / name, "rb") as file:
+            while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+                found, left = zlib.crc32(chunk, found), left - len(chunk)
+        return None if left else found
+
     def append(self, result: Result) -> None:
-        with self._disk_errors():
-            self._files["tokens"].write(result.tokens)
-            self._files["lengths"].write(result.lengths)
-            self._files["counts"].write(result.counts)
         done = self.progress
+        with self._disk_errors():
+            for name, content in (("tokens", result.tokens), ("lengths", result.lengths), ("counts", result.counts)):
+                self._files[name].write(content)
+                done.checksums[name] = zlib.crc32(content, done.checksums[name])
         done.tokens += len(result.tokens) // self._dtype.itemsize
         done.sequences += len(result.lengths) // 4
         done.documents += len(result.counts) // 4
@@ -155,7 +171,8 @@ class Draft:
         self._last_commit = time.monotonic()
 
     def _note(self, entry: dict[str, Any]) -> None:
-        self._journal.write(json.dumps(entry).encode() + b"\n")
+        text = json.dumps(entry).encode() + b"\n"
+        self._journal.write(_sum_of(text) + b" " + text)
         self._journal.flush()
         os.fsync(self._journal.fileno())
 
@@ -200,3 +217,7 @@ class Draft:
                 got=error.strerror,
                 hint="what is done is kept: make room, and the same call goes on",
             ) from None
+
+
+def _sum_of(text: bytes) -> bytes:
+    return f"{zlib.crc32(text):08x}".encode()

@@ -230,3 +230,11 @@ def test_a_few_bytes_are_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest
     same_as_saved(tmp_path / "merged", whole, tmp_path / "right")
     assert len(sizes) > 100
     assert max(sizes) <= 1000
+
+
+def test_a_size_of_files_that_is_none_is_refused(tmp_path: Path) -> None:
+    cls, config, _ = small_models.mixtral()
+    write_split(cls(config), plan_of(cls, config, 1, 1), tmp_path / "split")
+    with pytest.raises(CheckpointError, match="no such size of files"):
+        merge(tmp_path / "split", tmp_path / "merged", max_shard_size="0")
+    assert not (tmp_path / "merged").exists()

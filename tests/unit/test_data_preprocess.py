@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 
 from corpora import byte_level_bpe, expected_ids, texts, write_jsonl
 from oslo_engine import DataError, DatasetPreprocessor, IndexedDataset
-from oslo_engine.data import lines, tokenizing, workers
+from oslo_engine.data import draft, lines, tokenizing, workers
 from preparing import Letters
 
 DOCUMENTS = texts(120)
@@ -379,6 +379,44 @@ def test_a_data_set_that_is_there_is_kept_unless_told_otherwise(
     data = preprocessor(tokenizer).preprocess(["other"], tmp_path / "out", overwrite=True)
     assert documents_of(data) == expected_ids(tokenizer, ["other"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out.bin", "out.idx", "out.manifest.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "told"),
+    [
+        ("tokens", 3, "lost or altered"),
+        ("lengths", 0, "lost or altered"),
+        ("counts", 2, "lost or altered"),
+        ("journal", 2, "its journal is damaged"),
+        (None, 0, "going on after"),
+    ],
+)
+def test_a_draft_that_was_altered_is_not_gone_on_with(
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str | None,
+    at: int,
+    told: str,
+) -> None:
+    monkeypatch.setattr(draft, "_COMMIT_SECONDS", 0.0)
+    source = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+
+    def interrupt(progress: draft.Progress, total: int | None) -> None:
+        if progress.documents > 40:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        preprocessor(tokenizer).preprocess(source, tmp_path / "out", report=interrupt)
+    if name is not None:
+        content = bytearray((tmp_path / ".out.preparing" / name).read_bytes())
+        content[at] ^= 1
+        (tmp_path / ".out.preparing" / name).write_bytes(content)
+    with caplog.at_level(logging.WARNING, "oslo_engine"):
+        data = preprocessor(tokenizer).preprocess(source, tmp_path / "out")
+    assert told in caplog.text
+    assert documents_of(data) == expected_ids(tokenizer, DOCUMENTS)
 
 
 def test_two_at_once_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
