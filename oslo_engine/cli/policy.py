@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -12,6 +13,7 @@ from oslo_engine.errors import OsloError
 
 if TYPE_CHECKING:
     from oslo_engine.policy.schema import Policy
+    from oslo_engine.tiny.subject import Subject
 
 policy = typer.Typer(name="policy", help="How architectures are split.", no_args_is_help=True)
 
@@ -139,12 +141,31 @@ def derive(
         from oslo_engine.tiny.subject import find_subject
 
         quiet_transformers()
-        derived = derive_policy(find_subject(model, task))
+        subject = find_subject(model, task)
+        derived = derive_policy(subject)
         if output is not None:
             output.write_text(derived.yaml, encoding="utf-8")
     for note in derived.notes:
         typer.echo(f"not decided: {note}", err=True)
-    typer.echo(derived.yaml if output is None else f"{output}: a proposal; run verify with it", nl=output is not None)
+    if output is None:
+        typer.echo(derived.yaml, nl=False)
+    typer.echo(
+        f"{output or 'this'} is a proposal; run verify with it. {_told_of_share(subject, derived.policy)}", err=output is None
+    )
+
+
+def _told_of_share(subject: Subject, policy: Policy) -> str:
+    """How much of the model tensor parallelism divides: of a proposal that is right and of no use, this is what shows it."""
+    from oslo_engine.verify.planned import plan_of
+
+    try:
+        plan = plan_of(subject, policy, tp=2, pp=1)
+    except OsloError as error:
+        return f"At this model's size it cannot be used: {error.what}."
+    inside = [tensor for tensor in plan.parameters if tensor.name.startswith(tuple(f"{block}." for block in plan.blocks))]
+    total = sum(math.prod(tensor.shape) for tensor in inside)
+    divided = sum(math.prod(tensor.shape) for tensor in inside if tensor.shard is not None)
+    return f"Tensor parallelism divides {divided / max(1, total):.0%} of the weights in blocks."
 
 
 def _problem(checked: Policy, kind: str, tp: int, pp: int) -> OsloError | None:

@@ -110,6 +110,7 @@ def test_the_command_writes_a_file(tmp_path: Path) -> None:
     file = tmp_path / "llama.yaml"
     ran = CliRunner().invoke(main, ["policy", "derive", "llama", "--output", str(file)])
     assert ran.exit_code == 0, ran.output
+    assert "Tensor parallelism divides 100% of the weights in blocks" in " ".join(ran.output.split())
     assert file.read_text() == derived("llama").yaml
 
 
