@@ -24,6 +24,7 @@ TARGETS = {
     "bert": ["query", "key", "value", "dense", "word_embeddings"],
     "t5": ["q", "v", "o", "wi", "wo", "embed_tokens"],
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "albert": ["query", "value", "dense", "ffn"],  # one block, which both stages hold
     "bloom": ["query_key_value", "dense", "dense_h_to_4h"],
 }
 RATE, STEPS, LENGTH = 0.05, 3, 10
@@ -126,7 +127,7 @@ def check(name: str, ranks: list[Any], wanted: Any) -> None:
     assert seen == set(gradients[0])
 
 
-RUNS = [("gpt2", 2, 2), ("llama", 2, 1), ("llama", 1, 2), ("bert", 2, 1), ("t5", 2, 2)]
+RUNS = [("gpt2", 2, 2), ("llama", 2, 1), ("llama", 1, 2), ("albert", 2, 2), ("bert", 2, 1), ("t5", 2, 2)]
 SLOW_RUNS = [(name, tp, pp) for name in TARGETS for tp, pp in ((2, 1), (1, 2), (2, 2)) if (name, tp, pp) not in RUNS]
 SLOW_RUNS += [("llama", 4, 1)]  # two ranks hold one KV head
 
