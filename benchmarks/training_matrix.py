@@ -9,7 +9,11 @@ Figures, the largest over ranks:
   weight      difference of a weight after the last step
   cpu s       CPU seconds of a rank for all steps, and of the one process
   MiB         bytes that a rank puts into collectives and messages in one step, as far as they are started in the Python thread
+  activations the most KiB alive at one time of a forward and backward beside weights and gradients (DDP rows)
   optimizer   bytes that a rank keeps in its optimizer (DeepSpeed's flat partitions are not counted by parameter)
+
+A difference is judged by the larger of a fixed limit and the distance of the one process in fp32 from itself in fp64: what
+rounding alone does to these 20 steps. It grows from step to step, most in a mixture of experts.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import json
 import os
 import platform
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,30 +73,28 @@ def name_of(recipe: Any) -> str:
 
 
 def run(recipe: Any, references: dict[Any, Any], pool: Any) -> dict[str, Any]:
-    from training_runs import Recipe, differences, train_rank, train_unsplit
+    from training_runs import Recipe, differences, distance, train_rank, train_unsplit
 
     key = (recipe.model, recipe.accumulation, recipe.autocast, recipe.lora)
     if key not in references:
-        references[key] = train_unsplit(
-            Recipe(
-                recipe.model,
-                steps=recipe.steps,
-                accumulation=recipe.accumulation,
-                autocast=recipe.autocast,
-                lora=recipe.lora,
-            )
+        alone = Recipe(
+            recipe.model, steps=recipe.steps, accumulation=recipe.accumulation, autocast=recipe.autocast, lora=recipe.lora
         )
-    reference = references[key]
+        found = train_unsplit(alone)
+        references[key] = found, distance(found, train_unsplit(replace(alone, dtype="float64", autocast="")))
+    reference, rounding = references[key]
     try:
         ranks = pool.run(train_rank, recipe, count=True, timeout_s=300)
     except AssertionError as error:
         return {"status": "fail", "reason": str(error)[-600:]}
     found: dict[str, Any] = differences(recipe, reference, ranks)
     exact = not recipe.autocast
-    passed = not exact or all(found[name] <= limit for name, limit in LARGEST.items())
+    passed = not exact or all(found[name] <= max(limit, rounding[name]) for name, limit in LARGEST.items())
     return {
         "status": ("pass" if passed else "fail") if exact else "bf16",
         **found,
+        "rounding": rounding,
+        "activation_kib": max(rank.activation_bytes for rank in ranks) / 2**10,
         "cpu_s": max(rank.cpu_s for rank in ranks),
         "cpu_s_of_one": reference.cpu_s,
         "mib": max(sum(size for _, size in rank.collectives.values()) for rank in ranks) / 2**20,
@@ -105,18 +107,23 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         "# Training a split model beside one process",
         "",
         f"`python -m benchmarks.training_matrix`: {STEPS} steps of AdamW, clipping at 0.5, 4 blocks x 32 features, CPU,",
-        "gloo. Differences are the largest over ranks and steps. Rows in bfloat16 round differently and are not judged.",
+        "gloo. Differences are the largest over ranks and steps. In brackets: how far the one process is in fp32 from",
+        "itself in fp64; where that is more than 1e-5, 1e-4, 1e-4 it is the limit. Rows in bfloat16 are not judged.",
+        "Activations: the most that is alive at one time of a forward and backward, beside weights and gradients.",
         "",
-        "| model | layout | how | loss | norm | weight | CPU s (one process) | MiB a step | |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | layout | how | loss | norm | weight | CPU s (one process) | MiB a step | activations KiB | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in results.items():
         if "loss" not in row:
-            lines.append(f"| {name} | | | | | | {row['status']} |")
+            lines.append(f"| {name} | | | | | | | {row['status']} |")
             continue
-        norm = f"{row['norm']:.0e}" if row["norm"] else "-"
-        figures = f"{row['loss']:.0e} | {norm} | {row['weight']:.0e} | {row['cpu_s']:.1f} ({row['cpu_s_of_one']:.1f})"
-        lines.append(f"| {name} | {figures} | {row['mib']:.2f} | {row['status']} |")
+        differences = " | ".join(
+            f"{row[kind]:.0e} ({row['rounding'][kind]:.0e})" if row[kind] else "-" for kind in ("loss", "norm", "weight")
+        )
+        activations = f"{row['activation_kib']:.0f}" if row["activation_kib"] else "-"
+        figures = f"{row['cpu_s']:.1f} ({row['cpu_s_of_one']:.1f}) | {row['mib']:.2f} | {activations}"
+        lines.append(f"| {name} | {differences} | {figures} | {row['status']} |")
     return "\n".join(lines) + "\n"
 
 

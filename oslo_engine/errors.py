@@ -64,6 +64,10 @@ class PipelineError(OsloError, RuntimeError):
     """The pipeline loop was used in an order that cannot work."""
 
 
+class GradientError(OsloError, RuntimeError):
+    """A gradient is infinite or not a number; ``where`` is the ranks and parameters."""
+
+
 class ShardedLogitsError(OsloError, RuntimeError):
     """An operation needs the whole vocabulary while this rank holds a slice of it."""
 
@@ -98,6 +102,10 @@ class CallCancelledError(DeploymentError):
 
 class WorkerDied(DeploymentError):
     """A worker process ended while it was needed; ``where`` is its rank, ``got`` its exit code."""
+
+
+class WorkerHungError(WorkerDied):
+    """A worker did not go on and was ended; notes say where the workers stood."""
 
 
 class FusionTargetError(OsloError, ValueError):

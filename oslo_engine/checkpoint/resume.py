@@ -24,7 +24,7 @@ from oslo_engine.checkpoint.save import leads
 from oslo_engine.checkpoint.source import verify_source
 from oslo_engine.checkpoint.split import SplitSource
 from oslo_engine.checkpoint.tensors import TensorSource
-from oslo_engine.checkpoint.training import FORMAT, OBJECTS, OPTIMIZER, RECORD, VERSION, global_rank
+from oslo_engine.checkpoint.training import FORMAT, OBJECTS, OPTIMIZER, RECORD, VERSION, global_rank, refuse_flat_states
 from oslo_engine.errors import CheckpointError
 from oslo_engine.plan.plan import TensorPlan
 from oslo_engine.rewrite.state import ParallelState, parallel_state, parallelized
@@ -51,7 +51,13 @@ def load_training(
 
     Communication: an all-gather of small objects over all ranks for each of these steps.
     """
-    folder, whole = Path(directory), parallelized(model)
+    whole = parallelized(model)
+    refuse_flat_states(optimizer)
+    with parallel_state(whole).mesh.calls.call("loading"):
+        _open_and_load(Path(directory), whole, optimizer, objects)
+
+
+def _open_and_load(folder: Path, whole: Any, optimizer: torch.optim.Optimizer | None, objects: Mapping[str, Any]) -> None:
     state = parallel_state(whole)
     saving_of(state.mesh).wait()
     together(lambda: recover(folder) if leads(state) else None, what="opening the checkpoint")

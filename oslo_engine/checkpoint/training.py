@@ -38,7 +38,7 @@ from oslo_engine.checkpoint.optimizer_state import (
 )
 from oslo_engine.checkpoint.safetensors_io import FileRecord, record_of
 from oslo_engine.checkpoint.save import Reader, agree_on_layout, leads, model_reader, write_config, write_parts
-from oslo_engine.errors import CheckpointError
+from oslo_engine.errors import CheckpointError, UnsupportedError
 from oslo_engine.rewrite.state import ParallelState, parallel_state, parallelized
 
 FORMAT, VERSION = "oslo_engine training state", 1
@@ -77,7 +77,15 @@ def save_training(
 
     Communication: a few all-gathers of small objects over all ranks.
     """
-    target, whole = Path(directory), parallelized(model)
+    whole = parallelized(model)
+    refuse_flat_states(optimizer)
+    with parallel_state(whole).mesh.calls.call("saving"):
+        return _save(Path(directory), whole, optimizer, objects, asynchronous=asynchronous)
+
+
+def _save(
+    target: Path, whole: Any, optimizer: torch.optim.Optimizer | None, objects: Mapping[str, Any], *, asynchronous: bool
+) -> Saving:
     state = parallel_state(whole)
     saving_of(state.mesh).wait()
     staging = staging_folder(target)
@@ -99,6 +107,17 @@ def save_training(
             raise
 
     return saving_of(state.mesh).run(write, in_background=asynchronous)
+
+
+def refuse_flat_states(optimizer: Any) -> None:
+    """Raises UnsupportedError for what DeepSpeed makes of an optimizer."""
+    if optimizer is not None and type(optimizer).__module__.startswith("deepspeed."):
+        raise UnsupportedError(
+            "DeepSpeed keeps the optimizer's state in partitions of its own, which are not divided by parameter",
+            got=f"{type(optimizer).__module__}.{type(optimizer).__name__}",
+            hint="call engine.save_checkpoint(folder) and engine.load_checkpoint(folder), which want the same layout; "
+            "for another layout save the weights alone: oslo.save_training(folder, model)",
+        )
 
 
 # -- saving

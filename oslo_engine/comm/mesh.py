@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from oslo_engine.comm.calls import Calls
 from oslo_engine.comm.collectives import Axis
 from oslo_engine.comm.last_words import watch_each_other
 from oslo_engine.errors import TopologyError
@@ -28,6 +29,7 @@ class Mesh:
     device: where this rank computes.
     device_mesh: the torch DeviceMesh with dimensions pp, dp, tp (None without torch.distributed), for FSDP2 and DTensor users.
     timeout: of the process groups, as the job's default group has it.
+    calls: what this rank does together with the others of its copy of the model.
     """
 
     topology: Topology
@@ -39,6 +41,7 @@ class Mesh:
     device: torch.device
     device_mesh: Any = None
     timeout: timedelta = default_pg_timeout
+    calls: Calls = field(default_factory=Calls, repr=False, compare=False)
     _made: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
@@ -91,8 +94,9 @@ def build_mesh(tp: int, pp: int) -> Mesh:
 
 
 def _new_mesh(topology: Topology) -> Mesh:
-    watch_each_other()
     at = topology.coordinate(dist.get_rank())
+    calls = _calls_of(topology, dist.get_rank())
+    watch_each_other(calls)
     device = _device()
     device_mesh = dist.init_device_mesh(device.type, tuple(topology.size(axis) for axis in AXES), mesh_dim_names=AXES)
     axes = {
@@ -101,7 +105,13 @@ def _new_mesh(topology: Topology) -> Mesh:
     }
     timeout = _default_timeout()
     model = _model_axis(topology, axes, timeout)
-    return Mesh(topology, at, axes["tp"], axes["pp"], axes["dp"], model, device, device_mesh, timeout)
+    return Mesh(topology, at, axes["tp"], axes["pp"], axes["dp"], model, device, device_mesh, timeout, calls)
+
+
+def _calls_of(topology: Topology, rank: int) -> Calls:
+    (tp_ranks,) = (ranks for ranks in topology.groups("tp") if rank in ranks)
+    (model_ranks,) = (ranks for ranks in topology.groups("pp", "tp") if rank in ranks)
+    return Calls(f"tp={topology.tp} pp={topology.pp}", rank, tp_ranks, model_ranks)
 
 
 def _model_axis(topology: Topology, axes: dict[Any, Axis], timeout: timedelta) -> Axis:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from oslo_engine.checkpoint.resume import load_training
@@ -51,10 +52,24 @@ class SplitTraining:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self._split is not None:
+            self._check_launched()
         if self._split is not None and self.model_accepts_loss_kwargs:
             # Some models take num_items_in_batch and ignore it; Trainer would scale their loss by the number of copies.
             twin = skeleton(transformers_class(type(self._split)), self._split.config).train()
             self.model_accepts_loss_kwargs = divides_by_count(twin)
+
+    def _check_launched(self) -> None:
+        """Raises UnsupportedError where every rank takes itself for the first, and would log and write."""
+        known = getattr(self.args.distributed_state, "num_processes", 1)
+        if dist.is_initialized() and known != dist.get_world_size():
+            raise UnsupportedError(
+                "TrainingArguments do not know that this is one of several processes",
+                where=f"{type(self).__name__}, rank {dist.get_rank()}",
+                expected=f"{dist.get_world_size()} processes",
+                got=str(known),
+                hint="without a GPU pass use_cpu=True; and start the script with torchrun or accelerate launch",
+            )
 
     def create_accelerator_and_postprocess(self: Any) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from oslo_engine.comm.calls import Calls
 from oslo_engine.comm.p2p import Outcome, PipelineLinks
 from oslo_engine.errors import BatchError, OsloError, PipelineError
 from oslo_engine.layers.deferred import WeightGradient, collect_weight_gradients, deferrable
@@ -49,6 +50,7 @@ class BatchRun:
         keep_outputs: keep what the last stage returns, detached, in ``outputs`` (by micro-batch).
         timeline: where to note what was computed when; None: nowhere.
         turns: other runs go on before this one ends, if there are any.
+        calls: a training batch is one of them; anything else is a part of one.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class BatchRun:
         autocast: AutocastState,
         timeline: list[Event] | None = None,
         turns: Turns | None = None,
+        calls: Calls,
     ) -> None:
         self.actions = orders.actions[links.axis.rank]
         self.micros, self.position, self.closed = micros, 0, False
@@ -72,7 +75,7 @@ class BatchRun:
         self.loss_gradients: dict[int, Tensor] = {}  # what the user's backward starts with; 1 where missing
         self._program, self._links, self._orders, self._device, self._serial = program, links, orders, device, serial
         self._training, self._keep_outputs, self._autocast, self._timeline = training, keep_outputs, autocast, timeline
-        self._turns = turns
+        self._turns, self._calls = turns, calls
         self._cuts = Cuts(links, orders, device, (serial, len(micros)))
         self._fingerprint = fingerprint(micros) if training else None
         self._empty = False
@@ -87,6 +90,8 @@ class BatchRun:
         self._queues: dict[tuple[int, int], list[WeightGradient]] = {}
         zero_bubble = any(action.kind is ActionKind.BACKWARD_WEIGHT for action in self.actions)
         self._preparing: Callable[[], AbstractContextManager[None]] = deferrable if zero_bubble else nullcontext
+        if training:
+            calls.begin("a training batch", "outside")
 
     # What the drivers call
 
@@ -124,6 +129,7 @@ class BatchRun:
     def abandon(self, problem: str) -> None:
         """Leave the batch; nothing of it reaches the parameters. Does nothing once the batch is closed."""
         if not self.closed:
+            self._calls.fail(problem)
             self._end(problem)
 
     def take_gradients(self) -> list[Tensor | None]:
@@ -140,10 +146,13 @@ class BatchRun:
         if self.closed:
             raise PipelineError("this batch has been left already", hint="call the model again")
         try:
-            yield
+            with self._calls.stretch():
+                yield
         except _PeerStopped:
+            self._calls.fail()
             _raise_what_went_wrong(self._end(None))
         except Exception as error:
+            self._calls.fail(error)
             outcome = self._end(_describe(error))
             if outcome is not None and len(set(outcome.fingerprints)) > 1:
                 error.add_note("The ranks of the pipeline were given different batches.")
@@ -151,6 +160,7 @@ class BatchRun:
         except BaseException as error:  # an interrupt: do not wait for anybody any more
             self.closed = True
             self._links.give_up(f"interrupted by {type(error).__name__}")
+            self._calls.fail(f"interrupted by {type(error).__name__}")
             raise
 
     def _end(self, problem: str | None) -> Outcome | None:
@@ -186,6 +196,10 @@ class BatchRun:
             for work, _ in sent:  # it has been received: all ranks have walked to the end
                 work.wait()
         self.closed = True
+        if len(set(outcome.fingerprints)) > 1 or outcome.problems:
+            self._calls.fail()
+        elif self._training:
+            self._calls.end()
         return outcome
 
     # Actions

@@ -28,6 +28,16 @@ def run_forward(model: nn.Module, original: Callable[..., Any], args: tuple[Any,
         of the whole batch on every rank.
     """
     state = parallel_state(model)
+    if state.switch.current is not None or state.mesh.model.size == 1:
+        return _run(model, original, args, kwargs)
+    if state.program is not None and torch.is_grad_enabled():
+        return _run(model, original, args, kwargs)  # a loop, which numbers its batch itself
+    with state.mesh.calls.call("a forward" if torch.is_grad_enabled() else "a forward without gradients"):
+        return _run(model, original, args, kwargs)
+
+
+def _run(model: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    state = parallel_state(model)
     outermost = state.switch.current is None
     if outermost and state.mesh.tp.size > 1 and torch.is_grad_enabled() and state.batches_compared < _BATCHES_COMPARED:
         _check_same_batch(state, _by_name(original, model, args, kwargs))

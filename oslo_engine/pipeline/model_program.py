@@ -52,7 +52,7 @@ class ModelProgram:
         self.num_stages = state.plan.num_stages
         mesh = state.mesh
         links = mesh.once("links", lambda: PipelineLinks.create(mesh.topology.groups("pp"), mesh.timeout))
-        self.runtime = PipelineRuntime(self, links, schedule=state.plan.schedule, device=mesh.device)
+        self.runtime = PipelineRuntime(self, links, schedule=state.plan.schedule, device=mesh.device, calls=mesh.calls)
         self._shared = _SharedGradients(model, state)
         self.shifts_labels = flows.shifts_labels()
         self._loss_checked: Any = ()  # the loss function that was found to be a mean over labels

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from oslo_engine.comm.calls import Calls
 from oslo_engine.comm.p2p import PipelineLinks
 from oslo_engine.errors import PipelineError
 from oslo_engine.pipeline.autocast import AutocastState
@@ -40,6 +41,7 @@ class PipelineRuntime:
         program: the stages of this rank, cut for ``schedule``.
         links: connections to the other ranks.
         device: where the program computes.
+        calls: of this rank; by default none that anybody looks at.
 
     Attributes:
         timeline: set it to a list to have every computation noted in it; on an accelerator that waits for each one.
@@ -48,7 +50,15 @@ class PipelineRuntime:
         turns: of several runs that share this rank, if that is how it is driven.
     """
 
-    def __init__(self, program: StageProgram, links: PipelineLinks, *, schedule: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        program: StageProgram,
+        links: PipelineLinks,
+        *,
+        schedule: str,
+        device: torch.device,
+        calls: Calls | None = None,
+    ) -> None:
         expected = num_stages(schedule, links.axis.size)
         assert program.num_stages == expected, f"{schedule} has {expected} stages, the program {program.num_stages}"
         self.program, self.links, self.schedule, self.device = program, links, schedule, device
@@ -56,6 +66,7 @@ class PipelineRuntime:
         self.open_loop: OpenLoop | None = None
         self.before_backward: BeforeBackward | None = None
         self.turns: Turns | None = None
+        self._calls = Calls() if calls is None else calls
         self._num_batches = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineRuntime:
@@ -105,6 +116,7 @@ class PipelineRuntime:
             serial=self._num_batches,
             timeline=self.timeline,
             turns=self.turns,
+            calls=self._calls,
             **settings,
         )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as DTensorShard
 
-from oslo_engine.errors import UnsupportedError
+from oslo_engine.errors import GradientError, UnsupportedError
 from oslo_engine.plan.plan import TensorPlan
 from oslo_engine.rewrite.state import ParallelState, parallel_state, parallelized
 
@@ -34,7 +34,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *
         The norm before clipping, the same on every rank, a float32 scalar.
 
     Raises:
-        RuntimeError: the norm is not finite and ``error_if_nonfinite``.
+        GradientError: the norm is not finite and ``error_if_nonfinite``; on every rank, and no gradient is changed.
         UnsupportedError: a wrapper around the model has gradients of its own (prompt tuning).
 
     Communication: one all-reduce of a scalar over tp and pp, and one over dp where FSDP2 has divided the gradients. Collective:
@@ -45,12 +45,36 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *
     state = parallel_state(model)
     total = _total_norm(model, state, float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(f"the gradient norm is {total.item()}, so it cannot be clipped")
+        raise _not_finite(model, state, total)
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
     return total
+
+
+def _not_finite(model: nn.Module, state: ParallelState, total: Tensor) -> GradientError:
+    """Communication: one all-gather of a short text over tp and pp."""
+    bad = [name for name, parameter in model.named_parameters() if not _is_finite(parameter.grad)]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    mine = f"rank {rank}: {bad[0]}{f' and {len(bad) - 1} more' if len(bad) > 1 else ''}" if bad else ""
+    of_ranks = [mine]
+    if state.mesh.model.size > 1:
+        of_ranks = [""] * state.mesh.model.size
+        dist.all_gather_object(of_ranks, mine, group=state.mesh.model.group)
+    return GradientError(
+        "the norm of the gradients is not a finite number, so they cannot be clipped",
+        where="; ".join(text for text in of_ranks if text) or None,
+        expected="finite gradients on every rank",
+        got=str(total.item()),
+        hint="skip this step (optimizer.zero_grad()), or go on from a checkpoint; for fp16 use oslo.GradScaler",
+    )
+
+
+def _is_finite(gradient: Tensor | None) -> bool:
+    if gradient is None:
+        return True
+    return bool(torch.isfinite(gradient.to_local() if isinstance(gradient, DTensor) else gradient).all())
 
 
 def _check_all_inside(outer: nn.Module, model: nn.Module) -> None:

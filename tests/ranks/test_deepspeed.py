@@ -120,6 +120,92 @@ def test_zero_1_with_two_copies_keeps_half_of_the_optimizer_on_each(rank_pool: A
         assert divided == pytest.approx(undivided / 2, rel=0.01)
 
 
+def in_half_precision(bad_rank: int) -> tuple[list[float], list[bool]]:
+    """Loss scales after three steps in fp16, and whether each changed the weights; one rank overflows in the second."""
+    import_deepspeed()
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True  # of this CPU it says that fp16 is slow
+    model, _ = unsplit(Recipe())
+    oslo.parallelize(model, tp=2)
+    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1, "hysteresis": 1}
+    built = engine(model, 1, config={"fp16": fp16})
+    scales, changed = [], []
+    for step in range(3):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        built.backward(built(**batches(Recipe(rows=4), step)[0]).loss)
+        if step == 1 and torch.distributed.get_rank() == bad_rank:
+            # ZeRO has taken the gradients by now, into buffers of its own.
+            next(gradient for group in built.optimizer.averaged_gradients.values() for gradient in group)[0] = float("inf")
+        built.step()
+        scales.append(float(built.optimizer.loss_scale))
+        changed.append(any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)))
+    return scales, changed
+
+
+def test_an_overflow_of_fp16_on_one_rank_skips_the_step_on_all(rank_pool: Any) -> None:
+    for scales, changed in rank_pool(4).run(in_half_precision, 2, timeout_s=200):
+        assert changed == [True, False, True]
+        assert scales[1] < scales[0]
+
+
+def curve_with(stage: int, more: dict[str, Any]) -> list[float]:
+    model, _ = unsplit(Recipe())
+    oslo.parallelize(model, tp=2)
+    built = engine(model, stage, config=more)
+    copy, losses = model.mpu.get_data_parallel_rank(), []
+    for step in range(4):
+        batch = {name: value.chunk(2)[copy] for name, value in batches(Recipe(), step)[0].items()}
+        loss = built(**batch).loss
+        built.backward(loss)
+        built.step()
+        losses.append(_mean_over(loss, model.mpu.get_data_parallel_group()))
+    return losses
+
+
+def _mean_over(loss: torch.Tensor, group: Any) -> float:
+    total = loss.detach().double()
+    torch.distributed.all_reduce(total, group=group)
+    return float(total) / torch.distributed.get_world_size(group)
+
+
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_offloaded_optimizer_takes_the_same_steps(rank_pool: Any, stage: int) -> None:
+    wanted = train_unsplit(Recipe(steps=4, clip=1e9)).losses
+    config = {"zero_optimization": {"stage": stage, **OFFLOADED}, "gradient_clipping": 0.0}
+    for losses in rank_pool(4).run(curve_with, stage, config, timeout_s=200):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+def test_bf16_of_deepspeed_is_within_rounding_of_single_precision(rank_pool: Any) -> None:
+    wanted = train_unsplit(Recipe(steps=4, clip=1e9)).losses
+    found = rank_pool(4).run(curve_with, 1, {"bf16": {"enabled": True}, "gradient_clipping": 0.0}, timeout_s=200)
+    for losses in found:
+        assert losses == found[0]
+        assert losses == pytest.approx(wanted, rel=0.02)
+        assert losses != pytest.approx(wanted, rel=1e-6)
+
+
+def refused_states(folder: Path) -> list[str]:
+    model, _ = unsplit(Recipe())
+    oslo.parallelize(model, tp=2)
+    built, messages = engine(model, 1), []
+    for call in (oslo.save_training, oslo.load_training):
+        with pytest.raises(UnsupportedError) as refused:
+            call(folder, model, built.optimizer)
+        messages.append(str(refused.value))
+    return messages
+
+
+def test_its_optimizer_in_a_training_checkpoint_is_refused_with_what_to_call(rank_pool: Any, tmp_path: Path) -> None:
+    for saving, loading in rank_pool(4).run(refused_states, tmp_path, timeout_s=200):
+        assert "engine.save_checkpoint" in saving
+        assert "engine.load_checkpoint" in loading
+
+
 def saved_and_loaded(folder: Path) -> tuple[list[float], list[float]]:
     """DeepSpeed's own checkpoint, at tp=2, pp=2: two steps after it, and the same two after loading it."""
     found = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import oslo_engine as oslo
 from oslo_engine.errors import UnsupportedError
-from trainer_runs import Texts, as_launched, collate, curve, reference_trainer, split_trainer
+from trainer_runs import Texts, as_launched, collate, curve, reference_trainer, split_trainer, trainer_of
 from training_runs import Recipe, optimizer_for, unsplit
 
 
@@ -168,3 +169,23 @@ def test_a_loop_of_accelerate(rank_pool: Any, tmp_path: Path) -> None:
     for first, second, processes in rank_pool(4).run(accelerated, tmp_path):
         assert processes == 2
         assert first + second == pytest.approx(losses, rel=1e-5)
+
+
+def without_a_launcher(folder: Path) -> str:
+    from accelerate.state import PartialState
+
+    as_launched()
+    model, _ = unsplit(Recipe())
+    oslo.parallelize(model, tp=2)
+    PartialState._reset_state()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name)
+    with pytest.raises(UnsupportedError) as refused:
+        trainer_of(oslo, model, folder, 1)
+    return str(refused.value)
+
+
+def test_arguments_that_do_not_know_of_the_other_processes_are_refused(rank_pool: Any, tmp_path: Path) -> None:
+    for message in rank_pool(2).run(without_a_launcher, tmp_path):
+        assert "expected: 2 processes" in message
+        assert "got: 1" in message

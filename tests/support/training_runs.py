@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import oslo_engine as oslo
 import small_models
+from oslo_engine.footprint.live_bytes import LiveBytes
 from oslo_engine.policy.registry import find_policy
 from oslo_engine.rewrite.planning import plan_model
 from oslo_engine.rewrite.state import parallel_state
@@ -39,6 +40,7 @@ class Recipe:
     checkpointing: bool = False
     sequence_parallel: bool = False
     lora: bool = False
+    dtype: str = "float32"
     steps: int = 3
     rows: int = 8
 
@@ -59,6 +61,7 @@ class Trained:
     collectives: dict[str, list[int]] = field(default_factory=dict)
     cpu_s: float = 0.0
     optimizer_bytes: int = 0
+    activation_bytes: int = 0
 
 
 def unsplit(recipe: Recipe) -> tuple[Any, list[str]]:
@@ -67,7 +70,9 @@ def unsplit(recipe: Recipe) -> tuple[Any, list[str]]:
     for option in [option for option in vars(config) if "drop" in option]:
         setattr(config, option, 0.0)
     torch.manual_seed(0)
-    model = cls(config).train()
+    model = cls(config).train().to(getattr(torch, recipe.dtype))
+    if recipe.dtype == "float64":
+        model.config._experts_implementation = "eager"  # the grouped product has no double precision
     if recipe.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model, blocks
@@ -171,7 +176,23 @@ def train_rank(recipe: Recipe, *, count: bool = False) -> Trained:
     trained.weights = {name: _whole_over_dp(parameter) for name, parameter in model.named_parameters()}
     trained.shards = {tensor.name: tensor.shard for tensor in parallel_state(model).adapters}
     trained.optimizer_bytes = loop.optimizer_bytes()
+    if count and recipe.wrapper == "ddp":
+        trained.activation_bytes = activation_bytes(model, _mine(batches(recipe, 0)[0], rank, recipe))
     return trained
+
+
+def activation_bytes(model: Any, batch: dict[str, Tensor]) -> int:
+    """The most bytes that are alive at one time of a forward and backward, beside weights, gradients and the batch."""
+    live = LiveBytes()
+    for measured in (False, True):
+        if measured:
+            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            live.leave_out([*model.parameters(), *gradients, *batch.values()])
+        with live if measured else nullcontext():
+            output = model(**batch)
+            for part in output if "_oslo" in vars(model) and parallel_state(model).program is not None else [output]:
+                part.loss.backward()
+    return live.most
 
 
 def _mine(batch: dict[str, Tensor], rank: int, recipe: Recipe) -> dict[str, Tensor]:
@@ -327,6 +348,12 @@ def differences(recipe: Recipe, reference: Trained, ranks: list[Trained]) -> dic
             assert value.shape == expected.shape, name
             found["weight"] = max(found["weight"], float((value - expected).abs().max()))
     return found
+
+
+def distance(one: Trained, other: Trained) -> dict[str, float]:
+    """How far two trainings in one process are from one another, by the same measures."""
+    weights = (float((value - other.weights[name]).abs().max()) for name, value in one.weights.items())
+    return {"loss": _largest(one.losses, other.losses), "norm": _largest(one.norms, other.norms), "weight": max(weights)}
 
 
 def _largest(values: list[float], wanted: list[float]) -> float:
