@@ -433,6 +433,27 @@ def test_a_split_model_with_adapters_generates_what_the_whole_one_does(rank_pool
         assert torch.equal(ids, wanted)
 
 
+@pytest.mark.parametrize("adapters_first", [True, False])
+def test_a_fused_model_heeds_its_adapters(tmp_path: Path, adapters_first: bool) -> None:
+    import peft
+
+    wanted = adapt(small("llama"), lora("llama"))
+    wanted.save_pretrained(tmp_path)
+    model = oslo.parallelize(small("llama"), fuse=None if adapters_first else True)
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path, is_trainable=True)
+    if adapters_first:
+        model.fuse()
+    loss, right = adapted(**batch(0)).loss, wanted(**batch(0)).loss
+    loss.backward()
+    right.backward()
+    assert float(loss) == pytest.approx(float(right), rel=1e-5)
+    whole = {name: parameter.grad for name, parameter in wanted.named_parameters() if parameter.grad is not None}
+    for name, parameter in adapted.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, whole.pop(name), rtol=1e-4, atol=1e-6)
+    assert not whole
+
+
 # -- stages without anything to train
 
 
