@@ -136,7 +136,10 @@ def place_adapter(
 
 
 def stand_around(layer: Any) -> None:
-    """Do once for each layer what the base module does before its own forward: a layer around it reads the same input."""
+    """Do once what the base module does before its own forward: a layer around it reads the same input."""
+    if "_oslo_stands" in layer.__dict__:
+        return
+    layer.__dict__["_oslo_stands"] = True
     base = layer.get_base_layer()
     for hook in base._forward_pre_hooks.values():
         if isinstance(hook, ColumnEntry):

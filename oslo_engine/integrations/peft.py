@@ -116,8 +116,7 @@ def meet_adapters(model: nn.Module, *, drawn_alike: bool = False) -> None:
             values = _values(layer, adapter)
         else:
             values = _draw(layer, adapter, weight, model.__dict__["peft_config"][adapter], mix(seed, path, adapter))
-        if not any(_met(layer, other) for other in layer.r):
-            stand_around(layer)
+        stand_around(layer)
         met = place_adapter(layer, adapter, path, weight, state, values)
         layer.lora_dropout[adapter].__dict__["_oslo_tensors"] = met
     tensors = [

@@ -24,6 +24,7 @@ TARGETS = {
     "bert": ["query", "key", "value", "dense", "word_embeddings"],
     "t5": ["q", "v", "o", "wi", "wo", "embed_tokens"],
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "albert": ["query", "value", "dense", "ffn"],  # one block, which both stages hold
     "bloom": ["query_key_value", "dense", "dense_h_to_4h"],
 }
 RATE, STEPS, LENGTH = 0.05, 3, 10
@@ -126,7 +127,7 @@ def check(name: str, ranks: list[Any], wanted: Any) -> None:
     assert seen == set(gradients[0])
 
 
-RUNS = [("gpt2", 2, 2), ("llama", 2, 1), ("llama", 1, 2), ("bert", 2, 1), ("t5", 2, 2)]
+RUNS = [("gpt2", 2, 2), ("llama", 2, 1), ("llama", 1, 2), ("albert", 2, 2), ("bert", 2, 1), ("t5", 2, 2)]
 SLOW_RUNS = [(name, tp, pp) for name in TARGETS for tp, pp in ((2, 1), (1, 2), (2, 2)) if (name, tp, pp) not in RUNS]
 SLOW_RUNS += [("llama", 4, 1)]  # two ranks hold one KV head
 
@@ -430,6 +431,27 @@ def test_a_split_model_with_adapters_generates_what_the_whole_one_does(rank_pool
     wanted = adapted.generate(input_ids=batch(0)["input_ids"], max_new_tokens=6, do_sample=False, pad_token_id=0)
     for ids in rank_pool(4).run(generated, tmp_path):
         assert torch.equal(ids, wanted)
+
+
+@pytest.mark.parametrize("adapters_first", [True, False])
+def test_a_fused_model_heeds_its_adapters(tmp_path: Path, adapters_first: bool) -> None:
+    import peft
+
+    wanted = adapt(small("llama"), lora("llama"))
+    wanted.save_pretrained(tmp_path)
+    model = oslo.parallelize(small("llama"), fuse=None if adapters_first else True)
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path, is_trainable=True)
+    if adapters_first:
+        model.fuse()
+    loss, right = adapted(**batch(0)).loss, wanted(**batch(0)).loss
+    loss.backward()
+    right.backward()
+    assert float(loss) == pytest.approx(float(right), rel=1e-5)
+    whole = {name: parameter.grad for name, parameter in wanted.named_parameters() if parameter.grad is not None}
+    for name, parameter in adapted.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, whole.pop(name), rtol=1e-4, atol=1e-6)
+    assert not whole
 
 
 # -- stages without anything to train
