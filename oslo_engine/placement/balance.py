@@ -26,6 +26,7 @@ def balanced_map(
     cost: Cost,
     *,
     fewest: bool = False,
+    passing: float = 0.0,
 ) -> dict[str, torch.device]:
     """The device of every block.
 
@@ -33,6 +34,7 @@ def balanced_map(
         capacities: bytes that each device has, in the order in which they are to be used; infinite where nothing is known.
         cost: bytes that a part takes.
         fewest: fill as few devices as the model needs, instead of all. Devices work one after another, so that is no slower.
+        passing: bytes that every device must have free besides.
 
     Raises:
         PlanError: the model has no blocks, or does not fit on these devices; says by how much.
@@ -45,16 +47,16 @@ def balanced_map(
             hint='place it as a whole, device_map={"": 0}, or name modules',
         )
     devices = list(capacities)
-    limits = [capacities[device] for device in devices]
+    limits = [capacities[device] - passing for device in devices]
     costs = [size for _, size in runs]
     for count in range(1 if fewest else len(devices), len(devices) + 1):
-        cuts = _cut(costs, limits[:count])
+        cuts = _cut(costs, limits[:count]) if min(limits[:count]) > 0 else None
         if cuts is not None:
             placed = {}
             for device, (start, end) in zip(devices, pairwise([0, *cuts]), strict=False):
                 placed.update({block: device for blocks, _ in runs[start:end] for block in blocks})
             return placed
-    raise _does_not_fit(model, runs, capacities)
+    raise _does_not_fit(model, runs, capacities, passing)
 
 
 def _runs(model: PreTrainedModel, stacks: Sequence[Stack], cost: Cost) -> list[tuple[list[str], float]]:
@@ -107,16 +109,17 @@ def _cut(costs: Sequence[float], limits: Sequence[float]) -> list[int] | None:
 
 
 def _does_not_fit(
-    model: PreTrainedModel, runs: Sequence[tuple[list[str], float]], capacities: Mapping[torch.device, float]
+    model: PreTrainedModel, runs: Sequence[tuple[list[str], float]], capacities: Mapping[torch.device, float], passing: float
 ) -> PlanError:
-    needed, there = sum(size for _, size in runs), sum(capacities.values())
+    needed, there = sum(size for _, size in runs) + passing * len(capacities), sum(capacities.values())
     largest = max(runs, key=lambda run: run[1])
     missing = needed - there
     what = f"{_size(missing)} too little" if missing > 0 else "enough in all, but no cut between blocks fits every device"
     return PlanError(
         "the model does not fit on these devices",
         where=type(model).__name__,
-        expected=f"{_size(needed)}, of which {_size(largest[1])} in one piece ({largest[0][0]} and what goes with it)",
+        expected=f"{_size(needed)}, of which {_size(largest[1])} in one piece ({largest[0][0]} and what goes with it)"
+        + (f", and {_size(passing)} on each device for a moment" if passing else ""),
         got=f"{', '.join(f'{device}: {_size(size)}' for device, size in capacities.items())}: {what}",
         hint="use more or larger devices, a shorter dtype, or a smaller batch; oslo-engine plan says what suffices",
     )

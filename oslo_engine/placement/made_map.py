@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from oslo_engine.errors import PlanError
 from oslo_engine.footprint.workload import Workload, parse_bytes
+from oslo_engine.placement.activations import measure_activations
 from oslo_engine.placement.assignment import Part
 from oslo_engine.placement.balance import balanced_map
 from oslo_engine.placement.devices import accelerators, find_device
@@ -41,10 +42,12 @@ def make_map(
         raise PlanError("there is no such device map", expected=f"a dict, or {' or '.join(map(repr, MADE))}", got=repr(kind))
     workload = workload or Workload(task="train" if model.training else "inference")
 
-    def cost(part: Part) -> float:
-        return float(resident_bytes(model, part, workload))
+    activations = measure_activations(model, stacks, workload)
 
-    return balanced_map(model, stacks, _capacities(max_memory), cost, fewest=kind == "auto")
+    def cost(part: Part) -> float:
+        return float(resident_bytes(model, part, workload) + activations.of_block.get(part.path, 0))
+
+    return balanced_map(model, stacks, _capacities(max_memory), cost, fewest=kind == "auto", passing=activations.passing)
 
 
 def resident_bytes(model: PreTrainedModel, part: Part, workload: Workload) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -50,3 +51,28 @@ def test_bad_input_ends_with_our_message_and_2(options: list[str], complaint: st
     done = CliRunner().invoke(main, ["plan", "gpt2", *options])
     assert done.exit_code == 2
     assert complaint in done.output
+
+
+def test_picture_is_drawn_and_another_format_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need it")
+    options = [*GPT2, "--gpus", "2", "--memory", "4GiB", "--batch", "8"]
+    assert CliRunner().invoke(main, [*options, "--picture", str(tmp_path / "plan.png")]).exit_code == 0
+    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+    done = CliRunner().invoke(main, [*options, "--picture", str(tmp_path / "plan.txt")])
+    assert done.exit_code == 2
+    assert "no such format" in done.output
+
+
+def test_picture_has_the_memory_of_layouts_and_ranks_and_the_pipeline() -> None:
+    pytest.importorskip("matplotlib", reason="pictures need it")
+    from oslo_engine import plan
+    from oslo_engine.planning.picture import draw_report
+
+    report = plan("gpt2", gpus=2, memory="2GiB", batch=8, length=32, checkpointing=True)
+    report = dataclasses.replace(report, fitting=tuple(each for each in report.fitting if each.candidate.pp == 2))
+    assert report.best is not None
+    layouts, ranks, pipeline = draw_report(report).axes
+    widths = sum(box.get_width() for box in layouts.patches[:: len(layouts.get_yticks())])
+    assert widths == pytest.approx(report.best.memory / (1 << 20))
+    assert [label.get_text() for label in ranks.get_yticklabels()] == ["pp rank 0", "pp rank 1"]
+    assert len(pipeline.patches) >= 2 * 2 * 2, "a forward and a backward of every micro-batch on each rank"

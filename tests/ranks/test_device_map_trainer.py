@@ -69,5 +69,32 @@ def check_trainer(folder: str) -> None:
     assert devices == {"sim:0", "sim:1", "cpu"}, "the trainer has moved the model"
 
 
+def check_plain_trainer(folder: str) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    pretend_devices.install()
+    whole, batch, _ = text_model("causal", "gpt2")
+    placed = copy.deepcopy(whole)
+    parallelize(placed, device_map={"sim:0": [0, 1], "sim:1": [2, 3]})
+    rows = [{"input_ids": ids, "labels": ids.clone()} for ids in batch["input_ids"].repeat(3, 1)]
+    found = []
+    for model in (placed, whole):
+        arguments = TrainingArguments(
+            folder, max_steps=2, logging_steps=1, report_to=[], save_strategy="no", prediction_loss_only=True, use_cpu=True,
+            per_device_train_batch_size=4, seed=0,
+        )  # fmt: skip
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
+        with pretend_devices.single_threaded_backward():
+            trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found.append([*losses, trainer.evaluate()["eval_loss"]])
+    assert len(found[0]) == 3
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_trainer_trains_and_evaluates_alike(pretend: RankPool, tmp_path: Path) -> None:
+    pretend.run(check_plain_trainer, str(tmp_path), timeout_s=100)
+
+
 def test_seq2seq_trainer_trains_evaluates_and_predicts_alike(pretend: RankPool, tmp_path: Path) -> None:
     pretend.run(check_trainer, str(tmp_path), timeout_s=100)
