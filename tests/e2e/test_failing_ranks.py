@@ -50,6 +50,7 @@ CASES = [
 ]
 
 
+@pytest.mark.timeout(300)  # to start; the limit is asserted
 @pytest.mark.parametrize(("how", "tp", "pp", "cause"), CASES)
 def test_all_the_others_end_within_ten_seconds_with_the_cause(how: str, tp: int, pp: int, cause: str) -> None:
     with socket.socket() as free:
