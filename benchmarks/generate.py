@@ -93,11 +93,13 @@ def measure(rank: int, system: str, folder: str, store: str, options: argparse.N
     if world > 1:
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     generate = load(getattr(transformers, SHAPES[options.shape][1]), folder)
+    vocabulary = SHAPES[options.shape][2]["vocab_size"]
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, SHAPES[options.shape][2]["vocab_size"], (options.rows, options.prompt), generator=generator)
+    ids = torch.randint(3, vocabulary, (options.rows, options.prompt), generator=generator)
 
     def decode(new: int) -> Any:
-        return generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+        # An end that never comes; a least length would be a logits processor.
+        return generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=vocabulary)
 
     figures = Figures()
     decode(2)

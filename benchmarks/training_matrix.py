@@ -57,6 +57,7 @@ def recipes() -> list[Any]:
             found += [at(model, accumulation=2, **layout), at(model, checkpointing=True, **layout)]
             found += [at(model, autocast="bfloat16", **layout)]
         found += [at(model, tp=2, dp=2, sequence_parallel=True), at(model, tp=2, pp=2, sequence_parallel=True)]
+    found += [at(model, lora=True, **layout) for model in MODELS for layout in LAYOUTS]
     return found
 
 
@@ -74,9 +75,11 @@ def name_of(recipe: Any) -> str:
 def run(recipe: Any, references: dict[Any, Any], pool: Any) -> dict[str, Any]:
     from training_runs import Recipe, differences, distance, train_rank, train_unsplit
 
-    key = (recipe.model, recipe.accumulation, recipe.autocast)
+    key = (recipe.model, recipe.accumulation, recipe.autocast, recipe.lora)
     if key not in references:
-        alone = Recipe(recipe.model, steps=recipe.steps, accumulation=recipe.accumulation, autocast=recipe.autocast)
+        alone = Recipe(
+            recipe.model, steps=recipe.steps, accumulation=recipe.accumulation, autocast=recipe.autocast, lora=recipe.lora
+        )
         found = train_unsplit(alone)
         references[key] = found, distance(found, train_unsplit(replace(alone, dtype="float64", autocast="")))
     reference, rounding = references[key]

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         TopologyError,
         UnsupportedError,
         WorkerDied,
+        WorkerHungError,
     )
     from oslo_engine.layers.vocab_shard import gather_logits
     from oslo_engine.pipeline.recording import record_timeline
@@ -93,6 +94,7 @@ __all__ = [
     "TopologyError",
     "UnsupportedError",
     "WorkerDied",
+    "WorkerHungError",
     "clip_grad_norm_",
     "deparallelize",
     "gather_logits",

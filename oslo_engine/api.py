@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from oslo_engine.assemble import assemble
@@ -15,13 +17,14 @@ from oslo_engine.footprint.workload import Workload
 from oslo_engine.fusion.fuse import fuse as fuse_model
 from oslo_engine.fusion.fuse import unfuse
 from oslo_engine.fusion.targets import parse_targets
-from oslo_engine.integrations.peft import refuse_adapters
+from oslo_engine.integrations.peft import adapted_model, has_adapters, meet_adapters, set_aside
 from oslo_engine.methods import with_parallel_methods
 from oslo_engine.placement.device_map import DeviceMap
 from oslo_engine.placement.place import lift, place
 from oslo_engine.policy.schema import Policy
 
 Model = TypeVar("Model", bound=PreTrainedModel)
+logger = logging.getLogger(__name__)
 
 
 def parallelize(
@@ -36,8 +39,10 @@ def parallelize(
     expert_split: str = "inner",
     fuse: Any = None,
     seed: int | None = None,
+    auto: bool = False,
+    batch: int | None = None,
     device_map: DeviceMap | str | None = None,
-    max_memory: Mapping[Any, int | str] | None = None,
+    max_memory: Mapping[Any, int | str] | int | str | None = None,
     workload: Workload | None = None,
 ) -> Model:
     """Split a model over the ranks of this job, or with ``device_map`` over the devices of this process, in place.
@@ -48,7 +53,8 @@ def parallelize(
     ``model.mpu.get_data_parallel_group()``.
 
     Args:
-        model: whole and the same on every rank; in memory, or on ``meta`` (it stays there, with this rank's shapes).
+        model: whole and the same on every rank; in memory, or on ``meta`` (it stays there, with this rank's shapes). Or what
+            PEFT's ``get_peft_model`` made of one.
         tp: tensor-parallel size, any number up to the attention heads.
         pp: pipeline-parallel size, up to the number of blocks.
         policy: how the architecture may be split: None for the installed policy of ``model.config.model_type`` (where there is
@@ -61,11 +67,16 @@ def parallelize(
         fuse: True, or the targets of ``model.fuse``: what kernels compute in the split model. A model that is fused stays so.
         seed: of the dropout masks of a split model; by default taken from torch's seed on rank 0. Without tensor and pipeline
             parallelism dropout draws from torch's own generators.
+        auto: choose tp, pp, schedule, micro-batch size, sequence parallelism and whether to recompute activations, by planning
+            for the ranks of this job and their memory, and log the choice. For batches of ``batch`` rows.
+        batch: with ``auto``: rows of a step over all ranks, by default one for each.
         device_map: where the parts of the model lie, without any splitting: ``{0: [0, 1, 2], "cpu": [3, 4, 5]}`` (blocks by
             device), ``{"encoder": {...}, "decoder": {...}}``, paths of modules; or "balanced" (all
             accelerators alike) or "auto" (as few as suffice). See docs/device_map.md.
-        max_memory: for "balanced" and "auto" the devices to use and the memory of each: ``{0: "40GiB", "cpu": "100GiB"}``.
-        workload: for "balanced" and "auto" what the model is to do; by default to train if it is in training mode.
+        max_memory: for "balanced" and "auto" maps the devices to use and the memory of each: ``{0: "40GiB", "cpu": "100GiB"}``;
+            with ``auto=True`` the memory of every rank: ``"40GiB"``. By default what is free.
+        workload: for "balanced" and "auto" maps and ``auto=True`` what the model is to do; by default to train if it is in
+            training mode.
 
     Returns:
         ``model``.
@@ -75,35 +86,54 @@ def parallelize(
         PolicyError: no policy, or one that does not fit the model.
         FusionTargetError: ``fuse`` names what the model does not have.
         PlanError: the model cannot be laid out this way, or the device map does not fit it.
-        UnsupportedError: a device map together with another way to split.
+        UnsupportedError: a device map or ``auto`` together with another way to split.
 
     Communication: without a device map collective; every rank of the job must call it with the same arguments.
     """
+    settings = {
+        "tp": (tp, 1),
+        "pp": (pp, 1),
+        "schedule": (schedule, "1f1b"),
+        "micro_batch_size": (micro_batch_size, 1),
+        "sequence_parallel": (sequence_parallel, False),
+        "expert_split": (expert_split, "inner"),
+        "policy": (policy, None),
+        "fuse": (fuse, None),
+        "seed": (seed, None),
+        "auto": (auto, False),
+    }
+    given = {name: value for name, (value, default) in settings.items() if value != default}
+    if batch is not None and not auto:
+        raise PlanError(
+            "batch belongs to auto=True", got=f"batch={batch!r}", hint="micro_batch_size sets rows of a micro-batch"
+        )
     if device_map is not None:
-        settings = {
-            "tp": (tp, 1),
-            "pp": (pp, 1),
-            "policy": (policy, None),
-            "schedule": (schedule, "1f1b"),
-            "micro_batch_size": (micro_batch_size, 1),
-            "sequence_parallel": (sequence_parallel, False),
-            "expert_split": (expert_split, "inner"),
-            "fuse": (fuse, None),
-            "seed": (seed, None),
-        }
-        given = [f"{name}={value!r}" for name, (value, default) in settings.items() if value != default]
         if given:
             raise UnsupportedError(
                 "a device map places a whole model in one process, so it goes with no splitting over ranks",
-                got=f"device_map with {', '.join(given)}",
+                got=f"device_map with {', '.join(f'{name}={value!r}' for name, value in given.items())}",
                 hint="leave device_map out, or the rest; model.fuse() can be called on the placed model",
             )
         placed_class = with_parallel_methods(type(model))  # type: ignore[arg-type]
+        if isinstance(max_memory, (int, str)):
+            raise PlanError("a device map needs the memory of each device", expected='{0: "40GiB"}', got=repr(max_memory))
         return place(model, device_map, placed_class, max_memory=max_memory, workload=workload)
+    if auto:
+        chosen_here = [name for name in given if name not in ("auto", "policy", "fuse", "seed")]
+        if chosen_here:
+            raise UnsupportedError(
+                "auto=True chooses the layout, so it goes with none of your own",
+                got=", ".join(f"{name}={given[name]!r}" for name in chosen_here),
+                hint="leave auto out, or these",
+            )
+        if isinstance(max_memory, Mapping):
+            raise PlanError("auto=True needs one size for every rank", expected='max_memory="40GiB"', got=repr(max_memory))
+        return _by_itself(model, policy=policy, fuse=fuse, seed=seed, batch=batch, memory=max_memory, workload=workload)
     if max_memory is not None or workload is not None:
-        raise PlanError("max_memory and workload belong to a device map", hint='pass device_map="balanced" too')
-    if tp * pp > 1:
-        refuse_adapters(model, "parallelize")
+        raise PlanError(
+            "max_memory and workload belong to a device map or to auto=True", hint='pass device_map="balanced" or auto=True too'
+        )
+    outer, model = model, adapted_model(model)
     if "_oslo" in model.__dict__:
         raise PlanError("this model is parallelized already", got=type(model).__name__)
     fusion = model.__dict__.get("_oslo_fusion")
@@ -112,19 +142,57 @@ def parallelize(
     if fuse is not None and fuse is not False:
         parse_targets(model, fuse)
     unfuse(model)
-    split = assemble(
+    with set_aside(model):
+        assemble(
+            model,
+            with_parallel_methods(type(model)),  # type: ignore[arg-type]
+            build_mesh(tp, pp),
+            policy=policy,
+            schedule=schedule,
+            micro_batch_size=micro_batch_size,
+            sequence_parallel=sequence_parallel,
+            expert_split=expert_split,
+            seed=seed,
+        )
+    if has_adapters(model):
+        meet_adapters(model, drawn_alike=True)
+    if fuse is not None and fuse is not False:
+        fuse_model(model, fuse)
+    return outer
+
+
+def _by_itself(
+    model: Model,
+    *,
+    policy: Policy | str | Path | None,
+    fuse: Any,
+    seed: int | None,
+    batch: int | None,
+    memory: int | str | None,
+    workload: Workload | None,
+) -> Model:
+    from oslo_engine.footprint.profile import enable_checkpointing
+    from oslo_engine.planning.choose import choose_layout
+
+    if "_oslo" in model.__dict__:
+        raise PlanError("this model is parallelized already", got=type(model).__name__)
+    device = build_mesh(1, 1).device  # starts torch.distributed where there is a launcher
+    chosen, told = choose_layout(model, device, policy=policy, batch=batch, memory=memory, workload=workload)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning("auto=True has chosen %s", told)
+    split = parallelize(
         model,
-        with_parallel_methods(type(model)),  # type: ignore[arg-type]
-        build_mesh(tp, pp),
+        tp=chosen.tp,
+        pp=chosen.pp,
         policy=policy,
-        schedule=schedule,
-        micro_batch_size=micro_batch_size,
-        sequence_parallel=sequence_parallel,
-        expert_split=expert_split,
+        schedule=chosen.schedule,
+        micro_batch_size=chosen.rows,
+        sequence_parallel=chosen.sequence_parallel,
+        fuse=fuse,
         seed=seed,
     )
-    if fuse is not None and fuse is not False:
-        fuse_model(split, fuse)
+    if chosen.checkpointing:
+        enable_checkpointing(split)
     return split
 
 

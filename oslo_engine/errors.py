@@ -104,5 +104,9 @@ class WorkerDied(DeploymentError):
     """A worker process ended while it was needed; ``where`` is its rank, ``got`` its exit code."""
 
 
+class WorkerHungError(WorkerDied):
+    """A worker did not go on and was ended; notes say where the workers stood."""
+
+
 class FusionTargetError(OsloError, ValueError):
     """A target of ``fuse`` that the model does not have."""

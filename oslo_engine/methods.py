@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import sys
 from collections.abc import Iterator
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
@@ -19,54 +18,23 @@ from oslo_engine.checkpoint.save import save_merged, save_split
 from oslo_engine.comm.mpu import ModelParallelUnit
 from oslo_engine.construct import initialize_parallel, load_parallel
 from oslo_engine.deploy.settings import Deployment
-from oslo_engine.errors import DeploymentError, UnsupportedError
+from oslo_engine.deployed import load_deployed
+from oslo_engine.errors import UnsupportedError
 from oslo_engine.fusion.fuse import fuse, fusion_report, unfuse
 from oslo_engine.fusion.report import FusionReport
 from oslo_engine.generation.agreement import Agreement
-from oslo_engine.generation.choices import AgreedProcessors, Choice, agree_on_beams
+from oslo_engine.generation.choices import agree_on_beams, with_choice
+from oslo_engine.generation.groups import check_groups
 from oslo_engine.generation.ngrams import fused_ngram_blocking, use_fused_ngram_blocking
 from oslo_engine.generation.proposals import agree_on_proposals
 from oslo_engine.generation.run import run_generate
 from oslo_engine.generation.stopping import AgreedCriteria
+from oslo_engine.integrations.adapter_files import save_adapters
 from oslo_engine.integrations.deepspeed import meet_engine
-from oslo_engine.integrations.peft import refuse_adapters
+from oslo_engine.integrations.peft import has_adapters, meet_adapters, refuse_adapters, refuse_saving_alone
 from oslo_engine.pipeline.forward import run_forward, train_step
 from oslo_engine.placement.place import Placement, lift, place, placement_of
 from oslo_engine.rewrite.state import ParallelState, parallel_state
-from oslo_engine.topology import Topology
-
-
-def deploy(cls: type, path: Any, settings: Deployment, kwargs: dict[str, Any]) -> Any:
-    """Start workers that each load their slice of a checkpoint.
-
-    Args:
-        cls: of Transformers; it must be importable by its name.
-        kwargs: of ``from_pretrained_with_parallel``.
-
-    Raises:
-        DeploymentError: this process is itself one of several ranks.
-    """
-    from oslo_engine.deploy.model import DeployedModel
-
-    if dist.is_available() and dist.is_initialized():
-        raise DeploymentError(
-            "deployment=True starts its own workers",
-            got="torch.distributed is initialised",
-            hint="start it with python",
-        )
-    num_ranks = kwargs.get("tensor_parallel_size", 1) * kwargs.get("pipeline_parallel_size", 1)
-    Topology(tp=kwargs.get("tensor_parallel_size", 1), pp=kwargs.get("pipeline_parallel_size", 1))
-    return DeployedModel(functools.partial(_load_here, cls, path, kwargs), num_ranks, settings)
-
-
-def _importable(cls: Any) -> Any:
-    """The class itself if its name leads to it; one that ``with_parallel_methods`` made has the name of the one behind it."""
-    named = attrgetter(cls.__qualname__)(sys.modules[cls.__module__])
-    return cls if named is cls else next(base for base in cls.__mro__ if not issubclass(base, ParallelConstructors))
-
-
-def _load_here(cls: type, path: Any, kwargs: dict[str, Any]) -> Any:
-    return load_parallel(cls, path, with_parallel_methods, **kwargs)
 
 
 class ParallelConstructors:
@@ -82,8 +50,7 @@ class ParallelConstructors:
         slices are loaded by workers that it starts on this machine.
         """
         if deployment:
-            settings = deployment if isinstance(deployment, Deployment) else Deployment()
-            return deploy(_importable(cls), pretrained_model_name_or_path, settings, kwargs)
+            return load_deployed(cls, pretrained_model_name_or_path, with_parallel_methods, deployment, **kwargs)
         return load_parallel(cls, pretrained_model_name_or_path, with_parallel_methods, **kwargs)
 
     @classmethod
@@ -194,10 +161,41 @@ class ParallelMethods(ParallelConstructors):
             save_with_merging: whether to write what the unsplit model's ``save_pretrained`` would.
             kwargs: of ``save_pretrained``: ``max_shard_size``, ``safe_serialization``, ``save_function``, ...
 
+        With adapters of PEFT around its modules the model saves these, in the files that PEFT's ``save_pretrained`` writes, and
+        takes its ``selected_adapters`` and ``save_embedding_layers``.
+
         Communication: collective; every rank must call it.
         """
         with self._parallel.mesh.calls.call("saving"):
+            if has_adapters(self.gpu_modules()):
+                if save_with_merging:
+                    refuse_adapters(self.gpu_modules(), "save_pretrained_with_parallel(save_with_merging=True)")
+                return save_adapters(self.gpu_modules(), save_directory, **kwargs)
             (save_merged if save_with_merging else save_split)(self.gpu_modules(), save_directory, **kwargs)
+
+    @property
+    def peft_config(self) -> Any:
+        """The adapters of PEFT in this model by name; PEFT sets it when they are there, and deletes it when they are not."""
+        if "peft_config" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no adapters")
+        return self.__dict__["peft_config"]
+
+    @peft_config.setter
+    def peft_config(self, configs: Any) -> None:
+        self.__dict__["peft_config"] = configs
+        if "_oslo" in self.__dict__:
+            meet_adapters(self.gpu_modules())
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        del self.__dict__["peft_config"]
+        if "_oslo" in self.__dict__:
+            self._parallel.set_adapters((), ())
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if "_oslo" in self.__dict__:
+            refuse_saving_alone(self.gpu_modules(), sys._getframe(1))
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         if "_oslo" in self.__dict__ and self._parallel.plan.topology.tp * self._parallel.plan.topology.pp > 1:
@@ -225,10 +223,11 @@ class ParallelMethods(ParallelConstructors):
             fused_no_repeat_ngram_blocking: block repeated n-grams (``no_repeat_ngram_size``) by a kernel. The tokens are the
                 same.
             decode_groups: into how many groups of rows a pipeline deals the batch, so that its stages compute at the same time;
-                by default one for each stage, in greedy and beam search.
+                by default, in greedy and beam search, one for each stage but none of fewer than 16 rows.
         """
         with fused_ngram_blocking(fused_no_repeat_ngram_blocking):
             if "_oslo" not in self.__dict__ or self._parallel.mesh.model.size == 1:
+                check_groups(decode_groups, pipeline=False)
                 return super().generate(*args, **kwargs)  # type: ignore[misc]
             return run_generate(self, super().generate, args, kwargs, decode_groups)  # type: ignore[misc]
 
@@ -248,7 +247,7 @@ class ParallelMethods(ParallelConstructors):
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)  # type: ignore[misc]
         use_fused_ngram_blocking(processors)
         agreement = self._agreement
-        return processors if agreement is None else AgreedProcessors(processors, Choice(agreement, generation_config))
+        return processors if agreement is None else with_choice(processors, agreement, generation_config)
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
         criteria = super()._get_stopping_criteria(*args, **kwargs)  # type: ignore[misc]
@@ -275,6 +274,14 @@ class ParallelMethods(ParallelConstructors):
         return parallel_state(self)  # type: ignore[arg-type]
 
 
+class _Made(type):
+    """Of the classes made below. Their names lead to the classes behind them, so pickle must be told how to make them again."""
+
+
+def _behind(made: Any) -> Any:
+    return next(base for base in made.__mro__ if not issubclass(base, ParallelConstructors))
+
+
 @cache
 def with_parallel_methods(cls: type) -> type:
     """The subclass of a model class (or Auto class) that has the methods above; of the same name, one per class."""
@@ -282,15 +289,22 @@ def with_parallel_methods(cls: type) -> type:
     if issubclass(cls, ParallelConstructors):
         return cls
     if not issubclass(cls, PreTrainedModel):
-        return type(cls.__name__, (ParallelConstructors, cls), names)
+        return _Made(cls.__name__, (ParallelConstructors, cls), names)
     original = cls.forward
 
     @functools.wraps(original)  # generate() and Trainer read the signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "_oslo" not in self.__dict__:
             return original(self, *args, **kwargs)
-        if self._parallel.plan.topology.tp > 1:
-            refuse_adapters(self, "the model's forward")
+        if has_adapters(self):
+            meet_adapters(self)
         return run_forward(self, original, args, kwargs)
 
-    return type(cls.__name__, (ParallelMethods, cls), {**names, "forward": forward})
+    return _Made(cls.__name__, (ParallelMethods, cls), {**names, "forward": forward})
+
+
+def _how_to_make(made: Any) -> tuple[Any, tuple[Any]]:
+    return with_parallel_methods, (_behind(made),)
+
+
+copyreg.pickle(_Made, _how_to_make)  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ LAYERS = [
     {"derive"},
     {"deploy"},
     {"planning"},
-    {"assemble", "construct", "methods"},
+    {"assemble", "construct", "deployed", "methods"},
     {"api", "verify"},
     {"serve"},
     {"cli"},

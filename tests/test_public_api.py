@@ -44,6 +44,7 @@ OURS = {
     "TopologyError",
     "UnsupportedError",
     "WorkerDied",
+    "WorkerHungError",
     "clip_grad_norm_",
     "deparallelize",
     "gather_logits",

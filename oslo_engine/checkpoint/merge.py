@@ -7,6 +7,7 @@ has (experts).
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -98,16 +99,20 @@ class Merged:
             written: is told how many bytes were written since it was last told.
         """
         copier = Copier(self._source, written)
-        for file_name in self._shards.filename_to_tensors:
-            specs = self._specs_in(file_name)
-            with SafetensorsWriter(folder / file_name, specs) as writer:
+        with contextlib.ExitStack() as opened:
+            records = []
+            for file_name in self._shards.filename_to_tensors:
+                specs = self._specs_in(file_name)
+                writer = opened.enter_context(SafetensorsWriter(folder / file_name, specs))
                 for name in write_order(specs):
                     stored, target = self._maker.stored(name), whole_into(writer, specs[name])
                     if stored is not None:
                         copier.copy(stored, [target])
                     else:
                         copier.copy_whole(self._maker.make(name), [target])
-                writer.finish()
+                records.append(writer.finish())
+            for record in records:
+                record.result()
         if self._shards.is_sharded:
             metadata = {"total_parameters": _num_parameters(self._source.layout), **self._shards.metadata}
             index = {"metadata": metadata, "weight_map": self._shards.tensor_to_filename}

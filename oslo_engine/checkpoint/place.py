@@ -77,4 +77,7 @@ def place(model: nn.Module, tensor: TensorPlan, value: Tensor, device: torch.dev
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, leaf = name.rpartition(".")
-    return model.get_submodule(path), leaf
+    module = model.get_submodule(path)
+    while leaf not in module._parameters and isinstance(inner := module._modules.get("base_layer"), nn.Module):
+        module = inner  # an adapter stands around it
+    return module, leaf

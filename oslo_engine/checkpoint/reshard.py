@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -43,6 +44,8 @@ from oslo_engine.policy.registry import find_policy
 from oslo_engine.policy.schema import Policy
 from oslo_engine.rewrite.planning import plan_model
 from oslo_engine.topology import Coordinate, Topology
+
+PART = ".part"  # of a file's name: its tensors, before torch.save writes them
 
 
 def reshard(
@@ -97,10 +100,14 @@ def reshard(
     num_bytes = sum(map(_bytes_in, specs.values()))
     with replacing(out_folder, source, rest, num_bytes, progress) as (staging, written):
         copier = Copier(source, written)
-        files: dict[str, FileRecord] = {}
-        for pp_rank in range(pp):
-            files |= _write_stage(layout, pp_rank, values, staging, copier)
-        dataclasses.replace(layout, files=files).write(staging / MANIFEST)
+        with contextlib.ExitStack() as opened:
+            files: dict[str, Future[FileRecord]] = {}
+            for pp_rank in range(pp):
+                files |= _write_stage(layout, pp_rank, values, staging, copier, opened)
+            records = {name: record.result() for name, record in files.items()}
+        if serialization != "safetensors":
+            records = {name: _pickled(staging / (name + PART), staging / name) for name in records}
+        dataclasses.replace(layout, files=records).write(staging / MANIFEST)
     return sizes
 
 
@@ -179,24 +186,26 @@ def _bytes_in(specs: dict[str, TensorSpec]) -> int:
     return sum(spec.num_bytes for spec in specs.values())
 
 
-def _write_stage(layout: Layout, pp_rank: int, values: _Values, folder: Path, copier: Copier) -> dict[str, FileRecord]:
-    """The files of all tp ranks of one pp rank, side by side."""
+def _write_stage(
+    layout: Layout, pp_rank: int, values: _Values, folder: Path, copier: Copier, opened: contextlib.ExitStack
+) -> dict[str, Future[FileRecord]]:
+    """The files of all tp ranks of one pp rank, side by side.
+
+    Args:
+        opened: what closes them when all are written.
+    """
     specs = _specs_of_stage(layout, pp_rank)
-    part = "" if layout.serialization == "safetensors" else ".part"
+    part = "" if layout.serialization == "safetensors" else PART
     tensors = {tensor.name: tensor for tensor in layout.tensors if tensor.pp_ranks[0] == pp_rank}
-    with contextlib.ExitStack() as opened:
-        writers = [opened.enter_context(SafetensorsWriter(folder / (name + part), specs[name])) for name in specs]
-        for name in write_order({tensor.name: tensor.spec for tensor in tensors.values()}):
-            targets = _targets(tensors[name], writers)
-            stored = values.stored(name)
-            if stored is not None:
-                copier.copy(stored, targets)
-            else:
-                copier.copy_whole(values.make(name), targets)
-        records = {name: writer.finish() for name, writer in zip(specs, writers, strict=True)}
-    if part:
-        records = {name: _pickled(folder / (name + part), folder / name) for name in specs}
-    return records
+    writers = [opened.enter_context(SafetensorsWriter(folder / (name + part), specs[name])) for name in specs]
+    for name in write_order({tensor.name: tensor.spec for tensor in tensors.values()}):
+        targets = _targets(tensors[name], writers)
+        stored = values.stored(name)
+        if stored is not None:
+            copier.copy(stored, targets)
+        else:
+            copier.copy_whole(values.make(name), targets)
+    return {name: writer.finish() for name, writer in zip(specs, writers, strict=True)}
 
 
 def _targets(tensor: TensorLayout, writers: list[SafetensorsWriter]) -> list[Target]:

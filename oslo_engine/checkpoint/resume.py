@@ -24,19 +24,10 @@ from oslo_engine.checkpoint.save import leads
 from oslo_engine.checkpoint.source import verify_source
 from oslo_engine.checkpoint.split import SplitSource
 from oslo_engine.checkpoint.tensors import TensorSource
-from oslo_engine.checkpoint.training import (
-    FORMAT,
-    OBJECTS,
-    OPTIMIZER,
-    RECORD,
-    VERSION,
-    global_rank,
-    parallelized,
-    refuse_flat_states,
-)
+from oslo_engine.checkpoint.training import FORMAT, OBJECTS, OPTIMIZER, RECORD, VERSION, global_rank, refuse_flat_states
 from oslo_engine.errors import CheckpointError
 from oslo_engine.plan.plan import TensorPlan
-from oslo_engine.rewrite.state import ParallelState, parallel_state
+from oslo_engine.rewrite.state import ParallelState, parallel_state, parallelized
 
 logger = logging.getLogger(__name__)
 

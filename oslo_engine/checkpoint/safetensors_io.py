@@ -227,10 +227,12 @@ class SafetensorsWriter:
         """Takes the view out of its box, so that the executor, which may be late to clear up, does not keep its memory."""
         self._digest.update(box.pop())
 
-    def finish(self) -> FileRecord:
-        """Wait until the file is on the disk, and say what it is."""
+    def finish(self) -> Future[FileRecord]:
+        """What the file is, to be had once it is on the disk. The thread that hashes it sees to that: others may be written."""
+        return self._hasher.submit(self._finish)
+
+    def _finish(self) -> FileRecord:
         os.fsync(self._file.fileno())
-        self._settle()
         return FileRecord(self._size, self._digest.hexdigest())
 
 
@@ -251,7 +253,7 @@ def write_safetensors(
             hashed = writer.write(_checked_bytes(name, read(name), specs[name]))
             if hashed is not None:
                 hashed.result()
-        return writer.finish()
+        return writer.finish().result()
 
 
 def size_of_file(specs: Mapping[str, TensorSpec]) -> int:

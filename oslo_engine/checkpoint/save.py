@@ -216,9 +216,8 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 def _dtypes_here(model: PreTrainedModel, state: ParallelState) -> dict[str, torch.dtype]:
-    known = {alias for tensor in state.plan.tensors for alias in tensor.aliases}
     for name, parameter in model.named_parameters():
-        if name not in known:
+        if not state.plan.knows(name):
             raise UnsupportedError(
                 "the model has a parameter that was added after it was parallelized",
                 where=name,

@@ -39,7 +39,7 @@ from oslo_engine.checkpoint.optimizer_state import (
 from oslo_engine.checkpoint.safetensors_io import FileRecord, record_of
 from oslo_engine.checkpoint.save import Reader, agree_on_layout, leads, model_reader, write_config, write_parts
 from oslo_engine.errors import CheckpointError, UnsupportedError
-from oslo_engine.rewrite.state import ParallelState, parallel_state
+from oslo_engine.rewrite.state import ParallelState, parallel_state, parallelized
 
 FORMAT, VERSION = "oslo_engine training state", 1
 RECORD, OPTIMIZER, OBJECTS = "training.json", f"{STEM}.json", "objects.pt"
@@ -118,13 +118,6 @@ def refuse_flat_states(optimizer: Any) -> None:
             hint="call engine.save_checkpoint(folder) and engine.load_checkpoint(folder), which want the same layout; "
             "for another layout save the weights alone: oslo.save_training(folder, model)",
         )
-
-
-def parallelized(model: nn.Module) -> Any:
-    while "_oslo" not in model.__dict__ and isinstance(inner := getattr(model, "module", None), nn.Module):
-        model = inner
-    parallel_state(model)
-    return model
 
 
 # -- saving

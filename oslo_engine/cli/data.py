@@ -114,6 +114,7 @@ def peek(
     with bad_input_ends():
         from oslo_engine.data.indexed import IndexedDataset
         from oslo_engine.data.operations import decoded
+        from oslo_engine.data.preprocess import read_manifest
         from oslo_engine.data.tokenizing import load_tokenizer
 
         opened = IndexedDataset(name)
@@ -121,6 +122,9 @@ def peek(
         if not 0 <= first < opened.num_documents:
             raise DataError("there is no such document", expected=f"one of {opened.num_documents}", got=document)
         known = None if tokenizer is None else load_tokenizer(tokenizer)
+        manifest = read_manifest(opened.prefix)
+        if known is not None and manifest and manifest["settings"].get("tokenizer_sha256") not in (None, known.digest):
+            typer.echo(f"warning: made with another tokenizer, {manifest['tokenizer']}: texts may be wrong", err=True)
         for number in range(first, min(first + count, opened.num_documents)):
             found = opened.document(number)
             more = " ..." if len(found) > tokens else ""

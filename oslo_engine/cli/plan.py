@@ -38,6 +38,10 @@ def plan(
     ] = None,
     policy: Annotated[Optional[str], typer.Option(help="Name or YAML file; by default the installed one.")] = None,  # noqa: UP045
     json: Annotated[Optional[Path], typer.Option(help="Also write all layouts to this file.")] = None,  # noqa: UP045
+    picture: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Also draw memory and pipeline of the best layout to this file (.png, .svg, .pdf)."),
+    ] = None,
 ) -> None:
     """List the layouts of a model that fit on some GPUs, with memory, messages and bubble. Needs no GPU and no weights.
 
@@ -46,7 +50,7 @@ def plan(
     with bad_input_ends():
         from oslo_engine.planning import plan as make_plan
 
-        for file in (json,):
+        for file in (json, picture):
             if file is not None and not file.parent.is_dir():
                 raise UnsupportedError("this cannot be written there", expected="a file in a folder that exists", got=str(file))
         quiet_transformers()
@@ -69,5 +73,10 @@ def plan(
         )
     if json is not None:
         json.write_text(report.to_json() + "\n", encoding="utf-8")
+    if picture is not None:
+        with bad_input_ends():
+            from oslo_engine.planning.picture import draw_report
+
+            draw_report(report, picture)
     wide_console().print(report)
     raise typer.Exit(0 if report.fits else 1)

@@ -120,16 +120,40 @@ def all_reduce_together(tensors: Sequence[Tensor], group: Any, *, bucket_bytes: 
             tensor.copy_(summed.view_as(tensor))
 
 
+def gather_at_first(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor | None:
+    """``all_gather`` to the first rank of the axis only; None on the others.
+
+    Communication: one gather of ``max(sizes)``; nothing travels to the other ranks.
+    """
+    if axis.size == 1:
+        return x
+    wire = _padded_rows(x, dim, max(sizes))
+    parts = [torch.empty_like(wire) for _ in range(axis.size)] if axis.rank == 0 else None
+    dist.gather(wire, parts, group=axis.group, group_dst=0)
+    return None if parts is None else _joined(parts, dim, sizes)
+
+
 def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
     """``gather_from`` without a gradient; ranks with fewer rows are padded on the wire."""
     if axis.size == 1:
         return x
-    x, most = x.detach().movedim(dim, 0), max(sizes)
-    wire = x.new_zeros(most, *x.shape[1:]) if x.shape[0] < most else x.contiguous()
-    if x.shape[0] < most:
-        wire[: x.shape[0]] = x
+    wire = _padded_rows(x, dim, max(sizes))
     parts = [torch.empty_like(wire) for _ in range(axis.size)]
     dist.all_gather(parts, wire, group=axis.group)
+    return _joined(parts, dim, sizes)
+
+
+def _padded_rows(x: Tensor, dim: int, most: int) -> Tensor:
+    """``dim`` first, with ``most`` entries, in one piece of memory."""
+    x = x.detach().movedim(dim, 0)
+    if x.shape[0] == most:
+        return x.contiguous()
+    wire = x.new_zeros(most, *x.shape[1:])
+    wire[: x.shape[0]] = x
+    return wire
+
+
+def _joined(parts: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> Tensor:
     return torch.cat([part[:size].movedim(0, dim) for part, size in zip(parts, sizes, strict=True)], dim)
 
 
@@ -155,7 +179,7 @@ class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         # In place: what comes here is the result of a product that nobody else reads. Autograd would raise if somebody did.
-        if x._is_view() or not x.is_contiguous():
+        if torch.compiler.is_compiling() or x._is_view() or not x.is_contiguous():
             return all_reduce_sum(x, axis)
         ctx.mark_dirty(x)
         dist.all_reduce(x, group=axis.group)

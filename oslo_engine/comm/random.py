@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 _State = list[Tensor]
+_RANK_BITS = 16
 
 
 class RandomStreams:
@@ -60,7 +61,7 @@ class RandomStreams:
             yield
             return
         saved = self._save()
-        self._batch_seed = _mix(self.seed, self.dp_rank, self.step if step is None else step, micro_batch)
+        self._batch_seed = mix(self.seed, self.dp_rank, self.step if step is None else step, micro_batch)
         self._seed(self._batch_seed)
         try:
             yield
@@ -76,7 +77,7 @@ class RandomStreams:
             return
         seed = self.draw()
         saved = self._save()
-        self._seed(_mix(seed, self.tp_rank) if per_rank else seed)
+        self._seed(mix(seed, self.tp_rank) if per_rank else seed)
         try:
             yield
         finally:
@@ -89,7 +90,7 @@ class RandomStreams:
             yield
             return
         saved = self._save()
-        self._seed(_mix(self._batch_seed, int.from_bytes(what.encode(), "little")))
+        self._seed(mix(self._batch_seed, int.from_bytes(what.encode(), "little")))
         try:
             yield
         finally:
@@ -98,16 +99,45 @@ class RandomStreams:
     def enter_sharded(self) -> None:
         """From here on each tp rank draws its own masks, until ``leave_sharded``."""
         if self.enabled:
-            seed = self.draw()
-            # A recompute that stopped early may have left a region without leaving its stream: what was saved then is stale.
-            self._ambient = self._save()
-            self._seed(_mix(seed, self.tp_rank))
+            self._enter()
 
     def leave_sharded(self) -> None:
         """Back to the stream that all tp ranks share."""
         if self._ambient is not None:
-            self._restore(self._ambient)
-            self._ambient = None
+            self._leave()
+
+    # Where torch.compile compiles a block it breaks its graph here: what is drawn in one graph comes from one stream.
+
+    @torch.compiler.disable
+    def _enter(self) -> None:
+        seed = self.draw()
+        # A recompute that stopped early may have left a region without leaving its stream: what was saved then is stale.
+        self._ambient = self._save()
+        self._seed(_number_of_rank(seed, self.tp_rank))
+
+    @torch.compiler.disable
+    def _leave(self) -> None:
+        assert self._ambient is not None
+        self._restore(self._ambient)
+        self._ambient = None
+
+    @contextmanager
+    def alike(self, what: str) -> Iterator[None]:
+        """Within a region, draw the same on every tp rank: for a replicated activation that is used there.
+
+        What is drawn follows from the state of the generator alone, so that a recompute of any part of the region draws it
+        again; it is the same at every call of ``what`` in one pass of the region.
+        """
+        if not self.enabled:
+            yield
+            return
+        common = torch.default_generator.initial_seed() >> _RANK_BITS
+        saved = self._save()
+        self._seed(mix(common, what))
+        try:
+            yield
+        finally:
+            self._restore(saved)
 
     def draw(self) -> int:
         """One number of the ambient stream, equal on every rank that shares it. Drawn on the host: no device is waited for."""
@@ -131,6 +161,12 @@ class RandomStreams:
             generator.manual_seed(seed)
 
 
-def _mix(*numbers: int) -> int:
+def _number_of_rank(seed: int, tp_rank: int) -> int:
+    """The seed of a rank's sharded stream. Its upper bits are the same on every tp rank: ``alike`` reads them again."""
+    return (mix(seed) >> _RANK_BITS << _RANK_BITS) | tp_rank
+
+
+def mix(*numbers: int | str) -> int:
+    """A seed that follows from numbers and names."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

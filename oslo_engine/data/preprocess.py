@@ -81,15 +81,21 @@ class DatasetPreprocessor:
         self.fast = fast
 
     def _eod(self, append: bool, token_id: int | None) -> int | None:
-        found = self.tokenizer.eos_token_id if token_id is None and append else token_id
-        if found is None:
-            if append:
-                raise DataError("append_eod needs a token", where=self.tokenizer.name, hint="give eod_token_id")
+        if not append:
+            if token_id is not None:
+                raise DataError(
+                    "eod_token_id is given, but documents are not ended with it",
+                    got=f"eod_token_id={token_id}",
+                    hint="append_eod=True, --append-eod",
+                )
             return None
+        found = self.tokenizer.eos_token_id if token_id is None else token_id
+        if found is None:
+            raise DataError("append_eod needs a token", where=self.tokenizer.name, hint="give eod_token_id")
         size = self.tokenizer.vocab_size
         if not 0 <= found < size:
             raise DataError("eod_token_id is not in the vocabulary", expected=f"0 to {size - 1}", got=found)
-        return found if append else None
+        return found
 
     @staticmethod
     def open_jsonl(path: str | os.PathLike[str], json_key: str = "text") -> JsonLines:
@@ -158,7 +164,8 @@ class DatasetPreprocessor:
         found = read_manifest(prefix)
         if found is None or not source.files or found["settings"] != json.loads(json.dumps(settings)):
             raise DataError(
-                "there is a data set of that name, made of something else or in another way",
+                "there is a data set of that name"
+                + (", made of something else or in another way" if source.files else ", perhaps of other documents"),
                 where=str(idx_path(prefix)),
                 hint="choose another name, or replace it: overwrite=True, --overwrite",
             )

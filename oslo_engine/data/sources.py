@@ -65,6 +65,8 @@ class JsonLines:
 def find_files(places: Iterable[str | os.PathLike[str]], key: str, kind: str | None = None) -> list[File]:
     """The files at these paths, in these folders (at any depth) and behind these wildcards; each place's in order of names.
 
+    Hidden files and folders in a folder are left out, as by wildcards.
+
     Args:
         key: of the text in a JSON object, or column of a table.
         kind: of all files, instead of what their names say.
@@ -83,7 +85,7 @@ def find_files(places: Iterable[str | os.PathLike[str]], key: str, kind: str | N
 def _files_at(place: str | os.PathLike[str], key: str, kind: str | None) -> list[File]:
     path = Path(place)
     if path.is_dir():
-        inside = sorted(file for file in path.rglob("*") if file.is_file() and _kind_of(file))
+        inside = sorted(file for file in path.rglob("*") if file.is_file() and _kind_of(file) and not _hidden(file, path))
         files = [File(file, kind or str(_kind_of(file)), key) for file in inside]
     elif path.exists():
         of_name = kind or _kind_of(path)
@@ -101,6 +103,10 @@ def _files_at(place: str | os.PathLike[str], key: str, kind: str | None) -> list
     if not files:
         raise DataError("there is no such file, and no file of a known kind in it", where=str(place))
     return files
+
+
+def _hidden(file: Path, folder: Path) -> bool:
+    return any(name.startswith(".") for name in file.relative_to(folder).parts)
 
 
 def _kind_of(path: Path) -> str | None:

@@ -19,9 +19,11 @@ from typing import Any
 
 from oslo_engine.deploy.calls import Call
 from oslo_engine.deploy.group import WorkerGroup, told
-from oslo_engine.deploy.messages import Cancel, Problem, Result, RunMethod, RunPrompts, Tokens, pack, receive
+from oslo_engine.deploy.messages import Cancel, Problem, Result, RunMethod, RunPrompts, Tokens, Traits, pack, receive
 from oslo_engine.deploy.settings import Deployment
 from oslo_engine.errors import CallCancelledError, DeploymentError, QueueFullError
+
+StartGroup = Callable[[Callable[[], bool], Callable[[], bool]], WorkerGroup]
 
 _GRACE_S = 0.5  # after one worker has failed in a call, the others may be about to
 _CLOSE_S = 10.0
@@ -29,17 +31,18 @@ _CLOSE_S = 10.0
 
 class Dispatcher:
     """Args:
-    group: workers that are ready.
-    start_group: starts others; asked after a death. It is given a function that says whether to leave the start.
+    start_group: starts workers; asked now, and after a death. It is given two functions: the first says whether to leave the
+        start, the second whether calls run on the workers.
+
+    Raises:
+        Exception: of the first start.
 
     Attributes:
+        traits: of the model.
         restarts: how often workers were started anew.
     """
 
-    def __init__(
-        self, group: WorkerGroup, start_group: Callable[[Callable[[], bool]], WorkerGroup], settings: Deployment
-    ) -> None:
-        self._group: WorkerGroup | None = group
+    def __init__(self, start_group: StartGroup, settings: Deployment) -> None:
         self._start_group, self._settings = start_group, settings
         self._lock = threading.Lock()
         self._waiting: deque[Call] = deque()
@@ -48,6 +51,9 @@ class Dispatcher:
         self._closing = False
         self._failed_start: BaseException | None = None
         self.restarts = 0
+        self._group: WorkerGroup | None = start_group(lambda: False, self._is_busy)
+        assert self._group.traits is not None
+        self.traits: Traits = self._group.traits
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._loop, daemon=True, name="oslo-dispatcher")
@@ -89,6 +95,8 @@ class Dispatcher:
             self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_S)
+            if self._thread.is_alive() and (group := self._group) is not None:
+                group.kill()  # it is held up by a worker that does not read
 
     @property
     def state(self) -> str:
@@ -97,6 +105,9 @@ class Dispatcher:
         if self._group is not None:
             return "ready"
         return "failed" if self._failed_start is not None else "starting"
+
+    def _is_busy(self) -> bool:
+        return bool(self._running)
 
     @property
     def num_waiting(self) -> int:
@@ -183,7 +194,7 @@ class Dispatcher:
                 prompts = tuple(call.prompt for call in calls if call.prompt is not None)
                 work = pack(RunPrompts(first.number, prompts, first.kwargs, first.seed))
         except Exception as error:
-            self._fail_running(error)
+            self._fail_running(_unsendable(error))
             return
         for rank, pipe in enumerate(self._group.pipes):
             try:
@@ -280,7 +291,7 @@ class Dispatcher:
                 return False
         self._failed_start = None
         try:
-            group = self._start_group(lambda: self._closing)
+            group = self._start_group(lambda: self._closing, self._is_busy)
         except BaseException as error:
             self._failed_start = error
             self._fail_waiting(error)
@@ -315,6 +326,14 @@ def _in_step(answers: list[Result | Problem]) -> bool:
         for group, count in answer.sequence:
             counts.setdefault(group, set()).add(count)
     return all(len(found) == 1 for found in counts.values())
+
+
+def _unsendable(error: Exception) -> DeploymentError:
+    return DeploymentError(
+        "the arguments of a call cannot be sent to the workers",
+        got=str(error),
+        hint="what is passed must be defined in a module that can be imported, not in the script itself",
+    )
 
 
 def _hand_out(message: Tokens, calls: list[Call]) -> None:

@@ -18,30 +18,41 @@ from typing import Any
 from oslo_engine.deploy.hidden_main import main_hidden
 from oslo_engine.deploy.messages import Problem, Ready, Stop, Traits, pack, receive
 from oslo_engine.deploy.settings import Deployment
+from oslo_engine.deploy.watch import Watch
 from oslo_engine.errors import CallCancelledError, DeploymentError, PipelineError, WorkerDied
 
 # Imported once, in the process that the workers are forked from. It is a fresh one, without threads or a GPU in use.
 _PRELOAD = ["torch.distributed.pipelining.schedules", "transformers.generation.utils", "oslo_engine.deploy.worker"]
 _GRACE_S = 1.0  # after one worker has failed, the others may still say what they know
 _STOP_S = 5.0
+_KILL_S = 10.0  # a process that waits for a dead disk or driver does not even end then
 
 
 @dataclass
 class WorkerGroup:
-    """Workers that are ready. ``traits``: of the model they hold."""
+    """Workers that are ready. ``traits``: of the model they hold. ``watch``: ends them when they hang."""
 
     processes: list[Any]
     pipes: list[Connection]
     folder: Path
     traits: Traits | None = None
+    watch: Watch | None = None
 
     @classmethod
-    def start(cls, load: bytes, num_ranks: int, settings: Deployment, given_up: Callable[[], bool]) -> WorkerGroup:
+    def start(
+        cls,
+        load: bytes,
+        num_ranks: int,
+        settings: Deployment,
+        given_up: Callable[[], bool],
+        is_busy: Callable[[], bool],
+    ) -> WorkerGroup:
         """Start the workers and wait until all have loaded the model.
 
         Args:
             load: packed, a function without arguments that returns the model; called on every rank.
             given_up: asked meanwhile; when it says so, the start is left.
+            is_busy: whether calls run on the workers; asked later.
 
         Raises:
             Exception: what a worker raised, with its traceback.
@@ -60,10 +71,13 @@ class WorkerGroup:
                 process = context.Process(target=run_worker, args=(assignment, theirs), daemon=True, name=f"rank {rank}")
                 with main_hidden():
                     process.start()
+                # At the end of any process that has this one in its list, a forked child of this one too, it would be ended.
+                multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
                 theirs.close()  # or the end of the worker would never be seen
                 group.processes.append(process)
                 group.pipes.append(ours)
             group.traits = group._wait_until_ready(settings.start_timeout_s, given_up)
+            group.watch = Watch(group.processes, group.folder, settings, is_busy)
         except BaseException:
             group.kill()
             raise
@@ -106,6 +120,8 @@ class WorkerGroup:
 
     def death(self, rank: int, when: str) -> WorkerDied:
         """The error for a worker whose pipe or process has ended; of several dead ones, that which died first is told."""
+        if self.watch is not None and self.watch.found is not None:
+            return self.watch.found
         process = self.processes[rank]
         process.join(1)
         code = process.exitcode
@@ -128,10 +144,12 @@ class WorkerGroup:
         self.kill()
 
     def kill(self) -> None:
+        if self.watch is not None:
+            self.watch.end()
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.join()
+            process.join(_KILL_S)
         for pipe in self.pipes:
             pipe.close()
         shutil.rmtree(self.folder, ignore_errors=True)

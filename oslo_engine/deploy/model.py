@@ -10,7 +10,9 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from oslo_engine.deploy.batching import as_prompt, batch_key
 from oslo_engine.deploy.calls import Call, RunningCall
+from oslo_engine.deploy.changes import Change, load_changed
 from oslo_engine.deploy.dispatcher import Dispatcher
 from oslo_engine.deploy.group import WorkerGroup
 from oslo_engine.deploy.messages import pack
@@ -71,18 +74,17 @@ class DeployedModel:
                 "Flask's reloader runs the script in two processes and both load the model: pass use_reloader=False to app.run",
                 stacklevel=4,
             )
-        packed = pack(load)
+        changes: list[Change] = []
 
-        def start(given_up: Callable[[], bool]) -> WorkerGroup:
-            return WorkerGroup.start(packed, num_ranks, settings, given_up)
+        def start(given_up: Callable[[], bool], is_busy: Callable[[], bool]) -> WorkerGroup:
+            packed = pack(partial(load_changed, load, tuple(changes)))
+            return WorkerGroup.start(packed, num_ranks, settings, given_up, is_busy)
 
-        group = start(lambda: False)
-        assert group.traits is not None
-        self._traits, self.settings = group.traits, settings
-        self.config, self.generation_config = group.traits.config, group.traits.generation_config
+        self._dispatcher, self._changes = Dispatcher(start, settings), changes
+        self._traits, self.settings = self._dispatcher.traits, settings
+        self.config, self.generation_config = self._traits.config, self._traits.generation_config
         self._numbers = itertools.count()
         self._started, self._pid = time.monotonic(), os.getpid()
-        self._dispatcher = Dispatcher(group, start, settings)
         self._at_exit = weakref.finalize(self, _close_here, self._dispatcher, self._pid)
         atexit.register(self._at_exit)
 
@@ -146,12 +148,29 @@ class DeployedModel:
     __call__ = forward
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call any method of the model on all workers; what rank 0's returned."""
-        return self._start(Call(next(self._numbers), method, _on_cpu(args), _on_cpu(kwargs))).result()
+        """Call any method of the model on all workers, or read an attribute.
 
-    def fuse(self, targets: Any = None) -> None:
-        """Replace parts of the model by fused kernels, on all workers; see ``model.fuse``. Lost when workers are restarted."""
+        What it changes in the workers is lost where these are started anew; ``fuse`` and ``unfuse`` are repeated then.
+
+        Returns:
+            What rank 0's returned; None in the place of caches and modules, which stay with the workers.
+        """
+        return self._start(self._method_call(method, args, kwargs)).result()
+
+    def fuse(self, targets: Any = None) -> DeployedModel:
+        """Let kernels compute what they can, on all workers, also on those that are started later; see ``model.fuse``."""
         self.call("fuse", targets)
+        return self
+
+    def unfuse(self) -> DeployedModel:
+        """Take back what ``fuse`` did."""
+        self.call("unfuse")
+        return self
+
+    @property
+    def fusion_report(self) -> Any:
+        """Of the last ``fuse``, as rank 0 has it; None while nothing is fused."""
+        return self.call("fusion_report")
 
     # Its life
 
@@ -172,6 +191,17 @@ class DeployedModel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _method_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        call = Call(next(self._numbers), method, _on_cpu(args), _on_cpu(kwargs))
+        if method in ("fuse", "unfuse"):
+            # In the thread that also starts workers anew: between the two nothing can be forgotten.
+            call.future.add_done_callback(lambda future: None if _failed(future) else self._remember(call))
+        return call
+
+    def _remember(self, call: Call) -> None:
+        kept = [] if call.method == "unfuse" else [*self._changes, Change(call.method, call.args, call.kwargs)]
+        self._changes[:] = kept
 
     def _generate_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None, on_token: Callable[[int], None] | None = None
@@ -199,6 +229,10 @@ class DeployedModel:
                 got=f"process {os.getpid()}",
                 hint="load it after the web server has forked its own workers (gunicorn without --preload)",
             )
+
+
+def _failed(future: Future[Any]) -> bool:
+    return future.cancelled() or future.exception() is not None
 
 
 def _on_cpu(value: Any) -> Any:

@@ -15,6 +15,8 @@ class Deployment:
     max_batch_rows: rows of the generate calls that are run together.
     batch_window_ms: how long the first of several generate calls waits for others to come.
     start_timeout_s: how long the workers may take to load the model.
+    silence_timeout_s: after which a worker that shows no life (stopped, swapped out) is ended, and the others with it.
+    stall_timeout_s: after which workers that run a call, but neither compute nor communicate, are ended: a deadlock.
     threads_per_worker: of torch; by default the machine's cores are shared out.
     """
 
@@ -22,10 +24,20 @@ class Deployment:
     max_batch_rows: int = 32
     batch_window_ms: float = 3.0
     start_timeout_s: float = 600.0
+    silence_timeout_s: float = 20.0
+    stall_timeout_s: float = 120.0
     threads_per_worker: int | None = None
 
     def __post_init__(self) -> None:
-        least = {"max_queue": 1, "max_batch_rows": 1, "batch_window_ms": 0, "start_timeout_s": 0, "threads_per_worker": 1}
+        least = {
+            "max_queue": 1,
+            "max_batch_rows": 1,
+            "batch_window_ms": 0,
+            "start_timeout_s": 0,
+            "silence_timeout_s": 2,
+            "stall_timeout_s": 2,
+            "threads_per_worker": 1,
+        }
         for name, minimum in least.items():
             value = getattr(self, name)
             if value is not None and value < minimum:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 import pickle
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import parent_process
+from multiprocessing import forkserver, parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 
 from oslo_engine.deploy.batching import looks_back
 from oslo_engine.deploy.generating import run_prompts
 from oslo_engine.deploy.messages import Problem, Ready, Result, RunMethod, RunPrompts, Stop, Traits, pack, receive
+from oslo_engine.deploy.pulse import write_pulse
 from oslo_engine.deploy.settings import Deployment
 from oslo_engine.errors import DeploymentError
 
 UNREADABLE = -2  # instead of a call's number, which is not known then
 # A worker waits here for the others in the middle of a call; the parent ends it long before where one of them has died.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,9 @@ class Assignment:
 def run_worker(assignment: Assignment, pipe: Connection) -> None:
     """The whole life of a worker's process: whatever happens in it, the parent hears."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    _die_with_forker()
     threading.Thread(target=_die_with_parent, args=(assignment.folder,), daemon=True).start()
+    threading.Thread(target=_show_life, args=(assignment,), daemon=True).start()
     try:
         _join(assignment)
         load: Callable[[], Any] = pickle.loads(assignment.load)
@@ -102,7 +107,8 @@ def _run(model: Any, work: RunMethod | RunPrompts, rank: int, pipe: Connection) 
         if isinstance(work, RunPrompts):
             return run_prompts(model, work, pipe if rank == 0 else None)
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(_device(model)), (work.args, work.kwargs))
-        return getattr(model, work.method)(*args, **kwargs)
+        found = getattr(model, work.method)
+        return found(*args, **kwargs) if callable(found) else found
 
 
 def _device(model: Any) -> torch.device:
@@ -110,11 +116,11 @@ def _device(model: Any) -> torch.device:
 
 
 def to_host(value: Any) -> Any:
-    """A value that can travel: tensors on the CPU, without the storage around a view; without caches, which stay here."""
+    """A value that can travel: tensors on the CPU, without the storage around a view; caches and modules stay here."""
     from transformers.cache_utils import Cache
 
     def travelling(leaf: Any) -> Any:
-        if isinstance(leaf, Cache):
+        if isinstance(leaf, (Cache, nn.Module)):
             return None
         if not isinstance(leaf, Tensor):
             return leaf
@@ -145,7 +151,7 @@ def _sequence() -> tuple[tuple[str, int], ...]:
         return ()
     counts: list[tuple[str, int]] = []
     seen: Counter[str] = Counter()
-    for group in dist.distributed_c10d._world.pg_map:
+    for group in list(dist.distributed_c10d._world.pg_map):
         ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
         counts.append((f"{ranks} {seen[ranks]}", int(group._get_sequence_number_for_group())))  # type: ignore[attr-defined]
         seen[ranks] += 1
@@ -164,9 +170,13 @@ def _traits(model: Any) -> Traits:
     )
 
 
+def _on_gpu(assignment: Assignment) -> bool:
+    return torch.cuda.device_count() >= assignment.num_ranks
+
+
 def _join(assignment: Assignment) -> None:
     """A process group over a file: no port is taken. NCCL where every worker has a GPU of its own, else gloo."""
-    on_gpu = torch.cuda.device_count() >= assignment.num_ranks
+    on_gpu = _on_gpu(assignment)
     if on_gpu:
         torch.cuda.set_device(assignment.rank)
     threads = assignment.settings.threads_per_worker
@@ -184,8 +194,46 @@ def _join(assignment: Assignment) -> None:
     )
 
 
+def _show_life(assignment: Assignment) -> None:
+    parent: Any = parent_process()
+
+    def goes_on() -> bool:
+        # A child that the parent forked meanwhile keeps its pipes open, so their end would not show that it is gone.
+        try:
+            os.kill(parent.pid, 0)
+        except ProcessLookupError:
+            _end_without_parent(assignment.folder)
+        except PermissionError:
+            pass
+        return True
+
+    write_pulse(
+        assignment.folder,
+        assignment.rank,
+        lambda: sum(count for _, count in _sequence()),
+        counts_cpu=not _on_gpu(assignment),
+        goes_on=goes_on,
+    )
+
+
+def _die_with_forker() -> None:
+    """On Linux: end even while stopped, when the process that forks workers ends.
+
+    It ends with the parent where no worker keeps open what it is given to start processes through the same forker.
+    """
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if sys.platform == "linux" and isinstance(alive := getattr(server, "_forkserver_alive_fd", None), int):
+        os.close(alive)
+        server._forkserver_alive_fd = None
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _die_with_parent(folder: Path) -> None:
     parent: Any = parent_process()
     wait([parent.sentinel])
+    _end_without_parent(folder)
+
+
+def _end_without_parent(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -58,7 +58,7 @@ class Dependence:
             if known.shape == table.shape:
                 known |= table
                 return
-        tables.append(table)
+        tables.append(table.clone())
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -112,6 +112,7 @@ class _Probe:
         self.inputs: dict[str, Tensor] = {}
         self.arguments: dict[str, Tensor] = {}
         self._kept: list[Tensor] = []
+        self._looked: dict[tuple[int, bool], list[tuple[Source, Tensor, int]] | None] = {}
         self.linears = linears = {name: module for name, module in self.modules.items() if is_linear(module) and name in calls}
         outer = {
             name: module for name, module in self.modules.items() if name in calls and any(True for _ in module.children())
@@ -162,8 +163,17 @@ class _Probe:
 
     def look(self, row: str, *, required: bool) -> list[tuple[Source, Tensor, int]] | None:
         """Tables of everything the features of a row depend on; None if all depend on all."""
+        # Layers that read the same tensor share them.
         x = self.inputs[row]
-        sources = {key: tensor for key, tensor in self.sources.items() if key != ("parameter", f"{row}.weight")}
+        if (known := (id(x), required)) not in self._looked:
+            readers = {("parameter", f"{name}.weight") for name, read in self.inputs.items() if read is x}
+            sources = {key: tensor for key, tensor in self.sources.items() if key not in readers}
+            self._looked[known] = self._look(row, x, sources, required)
+        return self._looked[known]
+
+    def _look(
+        self, row: str, x: Tensor, sources: dict[tuple[str, str], Tensor], required: bool
+    ) -> list[tuple[Source, Tensor, int]] | None:
         generator = torch.Generator().manual_seed(1)
         direction = torch.randn(x.shape[:-1], generator=generator, dtype=x.dtype)
         keys, tensors = list(sources), list(sources.values())

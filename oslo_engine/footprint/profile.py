@@ -74,7 +74,7 @@ def profile_step(model: PreTrainedModel, plan: Plan, workload: Workload) -> Step
         del model.__dict__["_oslo"]
         model.train(workload.trains)
         if workload.trains and workload.checkpointing:
-            model.gradient_checkpointing_enable()
+            enable_checkpointing(model)
         batch = text_batch(model, workload)
         live.leave_out(_all_tensors(model, batch))
         sent = _watch_blocks(model, plan.blocks, live)
@@ -96,6 +96,12 @@ def profile_step(model: PreTrainedModel, plan: Plan, workload: Workload) -> Step
             ) from error
     forward = tuple(segment for segment in live.segments if segment.label[0] == "forward")
     return StepProfile(forward, tuple(live.segments[len(forward) :]), sent)
+
+
+def enable_checkpointing(model: PreTrainedModel) -> None:
+    """Let blocks recompute their activations, by the name that this version of Transformers has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
 
 
 @contextlib.contextmanager

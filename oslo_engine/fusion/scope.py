@@ -138,7 +138,9 @@ class BiasApart(Fused):
             y = torch.matmul(x, self.weight)
         else:
             y = F.linear(x, self.weight)
-        return scope.defer(Biased(y, self.bias, self._oslo_fused_source)) if is_plain(y) else y + self.bias  # type: ignore[operator]
+        if is_plain(y):
+            return scope.defer(Biased(y, self.bias, self._oslo_fused_source))
+        return y if self.bias is None else y + self.bias
 
 
 class DropLater(Fused):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from oslo_engine.comm.collectives import Axis
 from oslo_engine.errors import PipelineError
+from oslo_engine.generation.heads import Heads
 
 Made = TypeVar("Made")
 
@@ -30,6 +31,8 @@ class Agreement:
     own_processors, own_stops: whether any rank's caller gave logits processors; stopping criteria or a streamer. Only then do
         the ranks tell each other, at every step, whether all is well and whether to stop.
     assisted: whether tokens are proposed first and checked then.
+    several_stages: whether there are ranks without logits.
+    heads: where those hold slices of the vocabulary, and the caller does not need whole logits on every rank.
     scores: in sampling, where the caller wants them, those of every step as the deciding rank had them.
     """
 
@@ -39,6 +42,8 @@ class Agreement:
     own_processors: bool = False
     own_stops: bool = False
     assisted: bool = False
+    several_stages: bool = False
+    heads: Heads | None = None
     scores: list[Tensor] = field(default_factory=list)
     streamer_error: Exception | None = None
 

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from oslo_engine.errors import PipelineError
 from oslo_engine.generation.agreement import Agreement
+
+
+def with_choice(processors: LogitsProcessorList, agreement: Agreement, config: GenerationConfig) -> AgreedProcessors:
+    """Logits processors of one ``generate``, with the choice of the deciding rank behind them."""
+    return AgreedProcessors(processors, Choice(agreement, config, plain=not processors))
 
 
 class AgreedProcessors(LogitsProcessorList):
@@ -36,13 +42,19 @@ class Choice(LogitsProcessor):
         config: of this ``generate``.
 
     Communication: one broadcast a step: of [rows, 1] ids; with ``output_scores`` (and in sampling from proposals, which reads
-    whole distributions) of [rows, vocabulary] scores.
+    whole distributions) of [rows, vocabulary] scores. Where slices are enough to choose, see ``Heads.choose``.
     """
 
-    def __init__(self, agreement: Agreement, config: GenerationConfig) -> None:
+    def __init__(self, agreement: Agreement, config: GenerationConfig, *, plain: bool) -> None:
+        """Args:
+        plain: whether nothing but the largest logit is looked for.
+        """
         self.agreement = agreement
         self._sample, self._beams = bool(config.do_sample), config.num_beams or 1
         self._shows = bool(config.output_scores and config.return_dict_in_generate)
+        greedy = not (self._sample or self._beams > 1 or self._shows or agreement.assisted)
+        self._may_use_slices = plain and greedy and agreement.heads is not None and agreement.heads.single
+        self._uses_slices = False
         if self._sample and agreement.assisted:
             _same_random_state(agreement)
 
@@ -55,11 +67,37 @@ class Choice(LogitsProcessor):
             return scores
         if self._shows:
             self.agreement.scores.append(scores)
-        ids = torch.empty(scores.shape[0], 1, dtype=torch.int64, device=scores.device)
-        if self.agreement.decides:
-            ids = self._draw(scores) if self._sample else scores.argmax(-1, keepdim=True)
         only = torch.full(scores.shape, float("-inf"), dtype=scores.dtype, device=scores.device)
-        return only.scatter_(-1, told(ids), 0.0)
+        return only.scatter_(-1, self._from_slices(scores) if self._may_use_slices else told(self._chosen(scores)), 0.0)
+
+    def _chosen(self, scores: Tensor) -> Tensor:
+        """[rows, 1]; anything on a rank that does not decide."""
+        if not self.agreement.decides:
+            return torch.zeros(scores.shape[0], 1, dtype=torch.int64, device=scores.device)
+        return self._draw(scores) if self._sample else scores.argmax(-1, keepdim=True)
+
+    def _from_slices(self, scores: Tensor) -> Tensor:
+        """The first choice is made from whole rows; its message also says whether slices are enough from then on."""
+        heads = self.agreement.heads
+        assert heads is not None
+        if self._uses_slices:
+            ids = heads.choose(scores)
+            ids = self.agreement.tell(ids) if self.agreement.several_stages else ids
+            if bool((ids < 0).any()):
+                raise PipelineError(
+                    "the model's logits were what its head computes in the first step of this generate, and are not now",
+                    hint="pass logits_processor=[...] (one that returns the scores is enough): logits are then gathered whole",
+                )
+            return ids
+        ids = self._chosen(scores)
+        enough = torch.full_like(ids[:1], int(self.agreement.decides and heads.untouched(scores)))
+        message = self.agreement.tell(torch.cat([ids, enough]))
+        if int(message[-1]):
+            self._uses_slices = True
+            heads.put_logits("nowhere")
+        else:
+            self._may_use_slices = False
+        return message[:-1]
 
     def _draw(self, scores: Tensor) -> Tensor:
         """As ``generate`` draws. It does so again afterwards, from what is left, and moves the random state on by as much as in

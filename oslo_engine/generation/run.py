@@ -9,10 +9,13 @@ from typing import Any
 
 from oslo_engine.errors import UnsupportedError
 from oslo_engine.generation.agreement import Agreement
-from oslo_engine.generation.groups import fill_token, generate_in_groups, number_of_groups
+from oslo_engine.generation.groups import fill_token, generate_in_groups, has_own_generate, number_of_groups
+from oslo_engine.generation.heads import Heads
 from oslo_engine.generation.stopping import GuardedStreamer
 from oslo_engine.rewrite.state import ParallelState, parallel_state
 
+_CACHES = ("cache", "past_key_values")
+_OTHER_LOOPS = ("custom_generate", "penalty_alpha", "dola_layers", "constraints", "force_words_ids", "diversity_penalty")
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens")
 
 
@@ -55,14 +58,23 @@ def _run(
         given["streamer"] = GuardedStreamer(given["streamer"], agreement)
     before, state.agreement = state.agreement, agreement
     shows_logits = bool(asked("output_logits")) and bool(asked("return_dict_in_generate"))
+    # A loop that is not Transformers' own may look at logits on every rank.
+    everywhere = shows_logits or has_own_generate(model) or any(asked(name) for name in _OTHER_LOOPS)
     program = state.program
+    agreement.several_stages = program is not None
+    in_last_stage = state.mesh.at.pp_rank == state.plan.rank_of_stage[-1]
+    heads = Heads(model, state.mesh.tp, computes=in_last_stage)
     try:
-        with program.generating(whole_outputs=shows_logits, writes_logits=assisted) if program is not None else nullcontext():
+        with program.generating(whole_outputs=everywhere, writes_logits=assisted) if program is not None else nullcontext():
             groups = number_of_groups(model, state, agreement, given, asked, decode_groups)
+            if not (everywhere or agreement.own_processors):
+                heads.put_logits("first rank")
+                agreement.heads = heads if groups == 1 else None
             if groups > 1:
                 return generate_in_groups(state, original, given, groups, fill_token(asked))
             output = original(**given)
     finally:
+        heads.restore()
         state.agreement = before
     if agreement.scores:
         output["scores"] = tuple(agreement.scores)
@@ -102,6 +114,13 @@ def _refuse(asked: _Asked, *, pipeline: bool) -> None:
                 got=f"{name}={asked(name)}",
                 hint="assistant_model=... and prompt_lookup_num_tokens=... work",
             )
+    from transformers.cache_utils import QuantizedCache
+
+    if asked("cache_implementation") == "quantized" or any(isinstance(asked(name), QuantizedCache) for name in _CACHES):
+        raise UnsupportedError(
+            "a split model has no quantised cache: the numbers that share a scale in the unsplit one's lie on several ranks",
+            hint="leave it out: every rank holds the cache of its own heads and layers only",
+        )
     if asked("speculation_type") is not None and asked("assistant_model") is not None:
         raise UnsupportedError(
             "an assistant that reads the layers of a split model does not work",

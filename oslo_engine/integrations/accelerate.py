@@ -25,10 +25,9 @@ from oslo_engine.checkpoint.resume import load_training
 from oslo_engine.checkpoint.training import save_training
 from oslo_engine.comm.mpu import ModelParallelUnit
 from oslo_engine.errors import MissingDependencyError, UnsupportedError
-from oslo_engine.integrations.peft import split_model_in
 from oslo_engine.rewrite.gradients import clip_grad_norm_
 from oslo_engine.rewrite.scaler import GradScaler
-from oslo_engine.rewrite.state import parallel_state
+from oslo_engine.rewrite.state import parallel_state, split_model_in
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

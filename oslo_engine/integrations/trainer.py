@@ -22,10 +22,10 @@ from oslo_engine.checkpoint.skeleton import transformers_class
 from oslo_engine.checkpoint.training import save_training
 from oslo_engine.errors import UnsupportedError
 from oslo_engine.integrations.accelerate import adopt
-from oslo_engine.integrations.peft import split_model_in
+from oslo_engine.integrations.peft import has_adapters
 from oslo_engine.pipeline.loss_check import divides_by_count
 from oslo_engine.rewrite.skeleton import skeleton
-from oslo_engine.rewrite.state import ParallelState, parallel_state
+from oslo_engine.rewrite.state import ParallelState, parallel_state, split_model_in
 
 
 @cache
@@ -123,14 +123,13 @@ class SplitTraining:
         if self._split is None:
             return super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         folder = output_dir or self.args.output_dir
-        if self.model is not self._split:  # PEFT
-            self.model.save_pretrained(folder)
+        adapters = has_adapters(self._split)
+        if adapters:
+            self._split.save_pretrained_with_parallel(folder)
         if _internal_call and not self.args.save_only_model:
             save_training(folder, self._split, self.optimizer.optimizer, **self._objects())
-        elif _internal_call:
-            self._split.save_pretrained_with_parallel(folder)
-        elif self.model is self._split:
-            self._split.save_pretrained_with_parallel(folder, save_with_merging=True)
+        elif not adapters:
+            self._split.save_pretrained_with_parallel(folder, save_with_merging=not _internal_call)
         if self.args.should_save:
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)

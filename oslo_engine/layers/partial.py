@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.distributed.tensor import DTensor
 
 from oslo_engine.comm.collectives import Axis, copy_to
 from oslo_engine.layers.specialize import specialize
@@ -37,6 +38,8 @@ class _Reader:
         self.axis, self.shard, self.share = axis, shard, share
 
     def __call__(self, parameter: Tensor) -> Tensor:
+        if isinstance(parameter, DTensor):  # divided by FSDP2, which wants to find its parameter; nothing computes with it
+            return parameter
         if self.shard is None:
             whole = copy_to(parameter, self.axis)
             return whole / self.axis.size if self.share else whole

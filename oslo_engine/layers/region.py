@@ -94,8 +94,11 @@ class Entry:
         return copy_to(x, self.axis)
 
 
-class _ColumnEntry:
-    """Forward pre-hook of the columns of a region without a scope: those that read one tensor share one gradient sum."""
+class ColumnEntry:
+    """Forward pre-hook of the columns of a region without a scope: those that read one tensor share one gradient sum.
+
+    It can stand before a column and again before a module around it (an adapter).
+    """
 
     def __init__(self, axis: Axis, streams: RandomStreams) -> None:
         self.axis, self.streams = axis, streams
@@ -105,7 +108,7 @@ class _ColumnEntry:
         x = args[0]
         if self.last is None and module.training:
             self.streams.enter_sharded()
-        if self.last is None or self.last[0] is not x:
+        if self.last is None or (x is not self.last[0] and x is not self.last[1]):
             self.last = x, copy_to(x, self.axis)
         return (self.last[1], *args[1:])
 
@@ -150,7 +153,7 @@ def enter_at_columns(columns: Sequence[nn.Module], rows: Sequence[nn.Module], ax
 
     Communication: backward one all-reduce on tp of each tensor that columns read.
     """
-    entry = _ColumnEntry(axis, streams)
+    entry = ColumnEntry(axis, streams)
     for column in columns:
         column.register_forward_pre_hook(entry)
     for row in rows:
@@ -209,7 +212,7 @@ class _RowConv1D(RowLayer):
         return conv1d(x, self.weight, None)
 
 
-class _InnerLinear(_RowLinear):
+class InnerLinear(_RowLinear):
     """A row layer inside a region: all ranks go on with its whole output, each towards its own share of the items."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -236,7 +239,7 @@ def inner_row_parallel(module: nn.Module, axis: Axis) -> nn.Module:
     Communication: one all-reduce of the output on tp, forward and backward.
     """
     _check_forward(module)
-    return specialize(module, _InnerLinear, _axis=axis)
+    return specialize(module, InnerLinear, _axis=axis)
 
 
 def _check_forward(module: nn.Module) -> None:

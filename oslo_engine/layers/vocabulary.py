@@ -14,17 +14,19 @@ and what repr should show. Only ``weight`` (and ``bias``) is this rank's slice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oslo_engine.comm.collectives import Axis, copy_to, gather_from, reduce_from
+from oslo_engine.comm.collectives import Axis, copy_to, gather_at_first, gather_from, reduce_from
 from oslo_engine.errors import PlanError
 from oslo_engine.layers.specialize import original_class
 from oslo_engine.layers.vocab_layout import VocabLayout, check_ids
 from oslo_engine.layers.vocab_shard import VocabShard
+
+LogitsPlace = Literal["everywhere", "first rank", "nowhere"]
 
 _CLASSES: dict[tuple[type, type], type] = {}
 
@@ -71,7 +73,7 @@ def vocab_parallel_head(module: nn.Module, axis: Axis, sizes: Sequence[int]) -> 
         PlanError: weight or bias does not have this rank's rows, or the module's class multiplies by itself.
 
     Communication: with gradients enabled forward none, backward one all-reduce of the hidden states; without, one all-gather of
-    the logits.
+    the logits; while ``generate`` runs, of less (see ``oslo_engine.generation.heads``).
     """
     if axis.size == 1:
         return module
@@ -85,12 +87,16 @@ class VocabParallelEmbedding(nn.Embedding):
     vocab: VocabLayout
 
     def forward(self, input: Tensor) -> Tensor:
+        return self.look_up(input, self.weight)
+
+    def look_up(self, input: Tensor, weight: Tensor) -> Tensor:
+        """The rows of ids in a table that is divided as this one is. Args: weight [sizes[axis.rank], any width]."""
         vocab, padding = self.vocab, self.padding_idx
         check_ids(input, vocab.total, what="token id")
         rows, inside = vocab.locate(input)
         if padding is not None:
             padding = padding - vocab.start if vocab.start <= padding < vocab.stop else None
-        own = F.embedding(rows, self.weight, padding, sparse=self.sparse)
+        own = F.embedding(rows, weight, padding, sparse=self.sparse)
         return reduce_from(own.masked_fill_(~inside.unsqueeze(-1), 0), vocab.axis)
 
     def extra_repr(self) -> str:
@@ -98,15 +104,31 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 class VocabParallelHead(nn.Linear):
-    """``nn.Linear`` of which this rank holds some output features, the entries of a vocabulary."""
+    """``nn.Linear`` of which this rank holds some output features, the entries of a vocabulary.
+
+    logits_place: which ranks get whole logits where no gradients are wanted. Elsewhere there are zeros, "nowhere" all but this
+        rank's slice.
+    last_rows: what of the last call was right here at the last position, [rows, vocabulary or slice]; None with "everywhere".
+    """
 
     vocab: VocabLayout
+    logits_place: LogitsPlace = "everywhere"
+    last_rows: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         local = super().forward(copy_to(input, self.vocab.axis))
         if torch.is_grad_enabled():
             return VocabShard.wrap(local, self.vocab)
-        return gather_from(local, self.vocab.axis, -1, self.vocab.sizes)
+        if self.logits_place == "everywhere":
+            return gather_from(local, self.vocab.axis, -1, self.vocab.sizes)
+        if self.logits_place == "nowhere":
+            self.last_rows = local[..., -1, :].clone()
+            whole = local.new_zeros(*local.shape[:-1], self.vocab.total)
+            self.vocab.narrow(whole).copy_(local)
+            return whole
+        found = gather_at_first(local, self.vocab.axis, -1, self.vocab.sizes)
+        self.last_rows = None if found is None else found[..., -1, :].clone()
+        return local.new_zeros(*local.shape[:-1], self.vocab.total) if found is None else found
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rows {self.vocab}"

@@ -174,6 +174,7 @@ class ModelProgram:
         kwargs = {name: value for name, value in batch.items() if value is not None}
         _refuse_packed_without_mask(kwargs, self.model)
         kwargs["use_cache"] = False
+        _refuse_trained_inputs(kwargs)
         self.check_loss()
         micros = split_batch(kwargs, self.state.micro_batch_size)
         micros = weigh_by_labels(micros, shift_labels=self.shifts_labels, divides_by_count=self.divides_by_count)
@@ -214,6 +215,16 @@ class ModelProgram:
                     )
 
 
+def _refuse_trained_inputs(kwargs: Mapping[str, Any]) -> None:
+    trained = [name for name, value in kwargs.items() if isinstance(value, Tensor) and value.requires_grad]
+    if trained:
+        raise UnsupportedError(
+            "a pipeline gives no gradient to its inputs, so nothing in front of the model can be trained (prompt tuning)",
+            got=", ".join(trained),
+            hint="pass it detached, or use pp=1",
+        )
+
+
 def _refuse_packed_without_mask(kwargs: Mapping[str, Any], model: PreTrainedModel) -> None:
     """Transformers masks texts that are packed into one row apart where it makes no cache, and not where it makes one."""
     positions = kwargs.get("position_ids")
@@ -243,7 +254,7 @@ class _SharedGradients:
 
     def __init__(self, model: nn.Module, state: ParallelState) -> None:
         plan, mesh = state.plan, state.mesh
-        self._model, self._plan = model, plan
+        self._model, self._state = model, state
         self._groups: list[Any] = []
         self._sets = list(dict.fromkeys(holders for tensor in plan.parameters if len(holders := plan.holders(tensor)) > 1))
         for holders in self._sets:
@@ -259,15 +270,16 @@ class _SharedGradients:
         return found
 
     def _holders(self, name: str) -> tuple[int, ...]:
-        """The pp ranks that hold a parameter; one that was added since (an adapter's) is where its block is.
+        """The pp ranks that hold a parameter; one that was added since, by hand, is where its block is.
 
         Raises:
             PlanError: it was added outside the blocks, where several stages may hold it.
         """
+        plan = self._state.plan
         try:
-            return self._plan.holders(self._plan.tensor(name))
+            return plan.holders(plan.tensor(name))
         except KeyError:
-            if any(name.startswith(f"{block}.") for block in self._plan.blocks):
+            if any(name.startswith(f"{block}.") for block in plan.blocks):
                 return ()
             raise PlanError(
                 "a parameter was added outside the blocks of a pipeline, where several stages may hold it",

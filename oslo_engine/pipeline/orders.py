@@ -112,6 +112,23 @@ def schedule_orders(schedule: str, pp: int, num_micro_batches: int) -> Orders:
 
 
 @lru_cache(maxsize=256)
+def compute_orders(schedule: str, pp: int, num_micro_batches: int) -> Orders:
+    """The order of one training batch without its sends and receives, which cost most of the work: for planning.
+
+    Raises: as ``schedule_orders``.
+    """
+    holders = rank_of_stage(schedule, pp)
+    _check_num_micro_batches(schedule, pp, num_micro_batches)
+    if schedule not in _SCHEDULE_CLASSES:
+        compute = _single_stage_order(schedule, pp, num_micro_batches)
+        return Orders(tuple(tuple(Action(at, ActionKind(kind), n) for at, kind, n in order) for order in compute), holders)
+    with _TorchSchedules() as torch_schedules:
+        name = _SCHEDULE_CLASSES[schedule]
+        actions = torch_schedules.of_class(name, holders, pp, num_micro_batches, communication=False)
+    return Orders(actions, holders)
+
+
+@lru_cache(maxsize=256)
 def forward_orders(schedule: str, pp: int, num_micro_batches: int) -> Orders:
     """The order of one evaluation batch: forwards only, for any number of micro-batches, on the stages of ``schedule``."""
     holders = rank_of_stage(schedule, pp)
@@ -229,7 +246,9 @@ class _TorchSchedules:
                 hint="install torch 2.13, or use tensor parallelism without pipeline parallelism",
             ) from error
 
-    def of_class(self, name: str, holders: Sequence[int], pp: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    def of_class(
+        self, name: str, holders: Sequence[int], pp: int, num_micro_batches: int, *, communication: bool = True
+    ) -> tuple[tuple[Action, ...], ...]:
         """The order a schedule class computes when it is given stand-ins for its two stages."""
         from torch import nn
 
@@ -246,10 +265,14 @@ class _TorchSchedules:
             for stage, holder in enumerate(holders)
             if holder == 0
         ]
-        schedule = getattr(self._schedules, name)(stages, num_micro_batches, loss_fn=lambda *_: None)
+        cls = getattr(self._schedules, name)
+        if not communication:
+            assert callable(cls._prepare_schedule_with_comms)
+            cls = type(name, (cls,), {"_prepare_schedule_with_comms": lambda *args, **kwargs: None})
+        schedule = cls(stages, num_micro_batches, loss_fn=lambda *_: None)
         mapping = schedule.stage_index_to_group_rank
         assert [mapping[stage] for stage in range(len(holders))] == list(holders), "stages lie on other ranks"
-        return self._translate(schedule.pipeline_order_with_comms, pp)
+        return self._translate(schedule.pipeline_order_with_comms if communication else schedule.pipeline_order, pp)
 
     def with_communication(self, compute: Sequence[_Compute], holders: Sequence[int]) -> tuple[tuple[Action, ...], ...]:
         kind: Callable[[str], Any] = self._schedules._ComputationType
@@ -267,7 +290,7 @@ class _TorchSchedules:
             tuple(
                 Action(action.stage_index, ActionKind(action.computation_type.value), action.microbatch_index)
                 for action in orders[rank]
-                if action.computation_type.value in known
+                if action is not None and action.computation_type.value in known  # None: an idle tick
             )
             for rank in range(pp)
         )

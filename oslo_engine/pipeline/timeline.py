@@ -15,6 +15,7 @@ from oslo_engine.errors import MissingDependencyError
 from oslo_engine.pipeline.orders import Action, ActionKind
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _COLOURS = {
@@ -72,14 +73,22 @@ def draw_timeline(events: Sequence[Sequence[Event]], file: str | Path | None = N
     """
     try:
         from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
     except ImportError as error:
         raise MissingDependencyError("drawing a timeline needs matplotlib", hint="pip install 'oslo-engine[plot]'") from error
 
+    figure = Figure(figsize=(12, 0.6 * len(events) + 1.4), layout="constrained")
+    draw_rows(figure.add_subplot(), events)
+    if file is not None:
+        figure.savefig(file)
+    return figure
+
+
+def draw_rows(axes: Axes, events: Sequence[Sequence[Event]]) -> None:
+    """Draw the boxes, the axis and the legend of ``draw_timeline`` on axes of matplotlib's."""
+    from matplotlib.patches import Patch
+
     start_s = min((event.start_s for row in events for event in row), default=0.0)
     total_ms = (max((event.end_s for row in events for event in row), default=0.0) - start_s) * 1e3
-    figure = Figure(figsize=(12, 0.6 * len(events) + 1.4), layout="constrained")
-    axes = figure.add_subplot()
     for rank, row in enumerate(events):
         first_stage = min((event.stage for event in row), default=0)
         for event in row:
@@ -100,6 +109,3 @@ def draw_timeline(events: Sequence[Sequence[Event]], file: str | Path | None = N
         ncols=4,
         frameon=False,
     )
-    if file is not None:
-        figure.savefig(file)
-    return figure

@@ -15,6 +15,11 @@ from oslo_engine.topology import Coordinate, Topology
 _WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod|base_layer)\.")
 
 
+def without_wrappers(name: str) -> str:
+    """The name that a parameter or module had before modules around it were wrapped."""
+    return _WRAPPERS.sub("", name)
+
+
 @dataclass(frozen=True)
 class TensorPlan:
     """One logical tensor: a parameter (tied names are one), or a buffer.
@@ -165,11 +170,11 @@ class Plan:
             KeyError: there is none.
         """
         found = self._by_name.get(name)
-        return self._by_name[_WRAPPERS.sub("", name)] if found is None else found
+        return self._by_name[without_wrappers(name)] if found is None else found
 
     def knows(self, name: str) -> bool:
         """Whether ``tensor`` finds one of this name."""
-        return name in self._by_name or _WRAPPERS.sub("", name) in self._by_name
+        return name in self._by_name or without_wrappers(name) in self._by_name
 
     @property
     def _by_name(self) -> dict[str, TensorPlan]:

@@ -39,7 +39,7 @@ class Candidate:
 
 
 def candidates(question: Question, num_blocks: int, *, sequence_parallel: bool) -> Iterator[Candidate]:
-    """Every layout worth looking at, whether it fits or not.
+    """Every layout worth looking at, whether it fits or not; of one kind those first that take least memory.
 
     Args:
         num_blocks: of the model; a stage needs one.
@@ -53,7 +53,7 @@ def candidates(question: Question, num_blocks: int, *, sequence_parallel: bool) 
                 continue
             for schedule, rows, micro_batches in _batches(question, num_blocks, pp, dp):
                 for checkpointing in _choices(question):
-                    for zero in _zero_stages(dp, pp) if workload.trains else (0,):
+                    for zero in _zero_stages(dp, pp, question):
                         for split in (False, True) if _can_split(tp, workload, sequence_parallel) else (False,):
                             yield Candidate(tp, pp, dp, schedule, rows, micro_batches, checkpointing, zero, split)
 
@@ -77,16 +77,16 @@ def _batches(question: Question, num_blocks: int, pp: int, dp: int) -> Iterator[
                 yield schedule, rows, count
 
 
-def _zero_stages(dp: int, pp: int) -> tuple[int, ...]:
-    if dp == 1:
+def _zero_stages(dp: int, pp: int, question: Question) -> tuple[int, ...]:
+    if dp == 1 or not question.workload.trains:
         return (0,)
-    return (0, 1, 2, 3) if pp == 1 else (0, 1)
+    return tuple(stage for stage in ((3, 2, 1, 0) if pp == 1 else (1, 0)) if stage <= question.most_zero)
 
 
 def _choices(question: Question) -> tuple[bool, ...]:
     if not question.workload.trains:
         return (False,)
-    return (False, True) if question.checkpointing is None else (question.checkpointing,)
+    return (True, False) if question.checkpointing is None else (question.checkpointing,)
 
 
 def _divisors(number: int, most: int) -> list[int]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from oslo_engine.footprint.resident import Resident
-from oslo_engine.pipeline.orders import Action, ActionKind, Orders, forward_orders, schedule_orders
+from oslo_engine.pipeline.orders import Action, ActionKind, compute_orders, rank_of_stage
 from oslo_engine.planning.candidates import Candidate
 from oslo_engine.planning.model_plans import ModelPlans
 from oslo_engine.planning.question import Question
-from oslo_engine.planning.rank_walk import fill_rank
+from oslo_engine.planning.rank_walk import Steps, peak_bytes, simulated_count, steps_of
 from oslo_engine.planning.stage_costs import stage_costs
 from oslo_engine.planning.step_time import step_time
 from oslo_engine.planning.traffic import Messages, rank_messages
@@ -46,13 +46,14 @@ class RankEstimate:
 class Estimate:
     """One layout.
 
-    bubble: share of a step in which ranks wait for one another.
+    bubble: share of a step in which ranks wait for one another. computing: seconds of a step in which a rank computes.
     seconds: of a step, at the speeds that the cluster was said to have. limit: what takes most of them, or of the memory.
     """
 
     candidate: Candidate
     ranks: tuple[RankEstimate, ...]
     bubble: float
+    computing: float
     seconds: float
     limit: str
 
@@ -64,6 +65,12 @@ class Estimate:
     @property
     def fullest(self) -> RankEstimate:
         return max(self.ranks, key=lambda rank: rank.total)
+
+
+def fewest_bytes(plans: ModelPlans, question: Question, candidate: Candidate) -> int:
+    """What the fullest rank holds at least, if everything can be divided evenly: known without a plan of the layout."""
+    (whole,) = plans.lay(1, 1).held(question.workload)
+    return whole.resident.divided(candidate.dp, candidate.zero).total // (candidate.tp * candidate.pp)
 
 
 def resident_bytes(plans: ModelPlans, question: Question, candidate: Candidate) -> int:
@@ -83,33 +90,39 @@ def estimate(plans: ModelPlans, question: Question, candidate: Candidate) -> Est
     plan = dataclasses.replace(laid.plan, topology=topology, schedule=candidate.schedule)
     blocks = plans.costs(candidate.tp, workload, sequence_parallel=candidate.sequence_parallel)
     costs = stage_costs(blocks, plan, laid.carried)
-    orders = orders_of(candidate, trains=workload.trains)
+    steps = rank_steps(candidate.schedule, candidate.pp, candidate.micro_batches, workload.trains)
+    activations = peak_bytes(steps, costs)
     ranks = []
-    for pp_rank, (actions, held) in enumerate(zip(orders.actions, laid.held(question.workload), strict=True)):
-        filling = fill_rank(actions, costs)
+    for pp_rank, held in enumerate(laid.held(question.workload)):
         ranks.append(
             RankEstimate(
                 pp_rank,
                 plan.stages_of(pp_rank),
                 held.resident.divided(candidate.dp, candidate.zero),
                 held.numel,
-                filling.peak_bytes,
-                filling.in_flight,
-                rank_messages(plan, held, costs, actions, pp_rank, candidate, workload),
+                activations[pp_rank],
+                steps[pp_rank].in_flight,
+                rank_messages(plan, held, costs, pp_rank, candidate, workload),
             )
         )
-    bubble, seconds, limit = step_time(plan, question, candidate, ranks)
-    if max(rank.total for rank in ranks) > question.cluster.memory:
-        limit = "memory"
-    return Estimate(candidate, tuple(ranks), bubble, seconds, limit)
+    time = step_time(plan, question, candidate, ranks)
+    limit = "memory" if max(rank.total for rank in ranks) > question.cluster.memory else time.limit
+    return Estimate(candidate, tuple(ranks), time.bubble, time.computing, time.seconds, limit)
 
 
 @lru_cache(maxsize=512)
-def orders_of(candidate: Candidate, *, trains: bool) -> Orders:
-    """What every pipeline rank does in a step; without a pipeline one micro-batch after the other."""
-    count = candidate.micro_batches
-    if candidate.pp > 1:
-        make = schedule_orders if trains else forward_orders
-        return make(candidate.schedule, candidate.pp, count)
-    passes = (ActionKind.FORWARD, ActionKind.BACKWARD) if trains else (ActionKind.FORWARD,)
-    return Orders((tuple(Action(0, kind, micro) for micro in range(count) for kind in passes),), (0,))
+def rank_steps(schedule: str, pp: int, micro_batches: int, trains: bool) -> tuple[Steps, ...]:
+    """What every pipeline rank computes in a step; without a pipeline one micro-batch after the other."""
+    if not trains:
+        stages = rank_of_stage(schedule, pp)
+        orders = [
+            [Action(stage, ActionKind.FORWARD, 0) for stage, holder in enumerate(stages) if holder == rank]
+            for rank in range(pp)
+        ]
+    elif pp > 1:
+        orders = [
+            list(actions) for actions in compute_orders(schedule, pp, simulated_count(schedule, pp, micro_batches)).actions
+        ]
+    else:
+        orders = [[Action(0, ActionKind.FORWARD, 0), Action(0, ActionKind.BACKWARD, 0)]]
+    return tuple(map(steps_of, orders))

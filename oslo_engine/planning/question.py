@@ -48,13 +48,14 @@ class Question:
     workload: of one micro-batch; its rows and whether it recomputes are the planner's to choose, unless ``checkpointing`` is
         given.
     batch: rows of a training step in all, or sequences at a time in inference.
-    checkpointing: None to try both.
+    checkpointing: None to try both. most_zero: the highest stage of ZeRO to try.
     """
 
     cluster: Cluster
     workload: Workload
     batch: int
     checkpointing: bool | None = None
+    most_zero: int = 3
 
     def __post_init__(self) -> None:
         check_count("batch", self.batch)

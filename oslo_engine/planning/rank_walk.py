@@ -5,44 +5,73 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from oslo_engine.pipeline.orders import Action, ActionKind, Orders
+import torch
+from torch import Tensor
+
+from oslo_engine.pipeline.orders import Action, ActionKind, Orders, takes
+from oslo_engine.pipeline.timeline import Event
 from oslo_engine.planning.stage_costs import StageCosts
+
+_ROUNDS = 4  # of pp micro-batches
 
 
 @dataclass(frozen=True)
-class Filling:
-    """Of one rank in one batch: the most bytes of activations, and the most (stage, micro-batch) pairs in flight."""
+class Steps:
+    """The computations of one rank, in order, as tensors.
 
-    peak_bytes: int
+    stage: of each. sign: 1 where it keeps what a forward leaves, -1 where it frees that. peak: whose peak it has (0 forward,
+    1 backward, 2 none). in_flight: the most (stage, micro-batch) pairs between forward and backward.
+    """
+
+    stage: Tensor
+    sign: Tensor
+    peak: Tensor
     in_flight: int
 
 
-def fill_rank(actions: Sequence[Action], costs: Sequence[StageCosts]) -> Filling:
-    """The activations of a rank over a batch.
-
-    A split backward (zero bubble) frees what it kept only with the weight gradients.
-
-    Args:
-        actions: of the rank.
-        costs: of every stage.
-    """
+def steps_of(actions: Sequence[Action]) -> Steps:
+    """A split backward (zero bubble) frees what it kept only with the weight gradients."""
     splits = any(action.kind is ActionKind.BACKWARD_WEIGHT for action in actions)
-    level = peak = flying = most = 0
+    rows: list[tuple[int, int, int]] = []
+    flying = most = 0
     for action in actions:
-        cost = costs[action.stage]
         if action.kind is ActionKind.FORWARD:
-            peak = max(peak, level + cost.forward.peak)
-            level += cost.forward.kept
+            rows.append((action.stage, 1, 0))
             flying += 1
             most = max(most, flying)
         elif action.kind.starts_backward:
-            peak = max(peak, level + cost.backward.peak)
+            rows.append((action.stage, 0 if splits and action.kind is not ActionKind.BACKWARD else -1, 1))
             flying -= 1
-            if not splits or action.kind is ActionKind.BACKWARD:
-                level -= cost.forward.kept
         elif action.kind is ActionKind.BACKWARD_WEIGHT:
-            level -= cost.forward.kept
-    return Filling(peak, most)
+            rows.append((action.stage, -1, 2))
+    stage, sign, peak = torch.tensor(rows).T
+    return Steps(stage, sign, peak, most)
+
+
+def peak_bytes(steps: Sequence[Steps], costs: Sequence[StageCosts]) -> list[int]:
+    """The most bytes of activations on each rank in a batch.
+
+    Args:
+        steps: of every rank.
+        costs: of every stage.
+    """
+    kept = torch.tensor([cost.forward.kept for cost in costs])
+    peaks = torch.tensor([[cost.forward.peak, cost.backward.peak, 0] for cost in costs])
+    found = []
+    for rank in steps:
+        changes = rank.sign * kept[rank.stage]
+        before = changes.cumsum(0) - changes
+        found.append(max(0, int((before + peaks[rank.stage, rank.peak]).max())))
+    return found
+
+
+def simulated_count(schedule: str, pp: int, micro_batches: int) -> int:
+    """How many micro-batches suffice to see what a batch of these does: after some rounds every further one is the same."""
+    if micro_batches <= _ROUNDS * pp:
+        return micro_batches
+    if takes(schedule, pp, micro_batches) and not takes(schedule, pp, _ROUNDS * pp + micro_batches % pp):
+        return _ROUNDS * (micro_batches // (micro_batches // pp))  # rounds that are longer than pp
+    return _ROUNDS * pp + micro_batches % pp
 
 
 def idle_share(orders: Orders, forward: Sequence[float], backward: Sequence[float]) -> float:
@@ -52,9 +81,17 @@ def idle_share(orders: Orders, forward: Sequence[float], backward: Sequence[floa
         orders: of all ranks.
         forward, backward: seconds of each stage for a micro-batch; a split backward is halved.
     """
+    events = walk(orders, forward, backward)
+    busy = sum(event.end_s - event.start_s for row in events for event in row)
+    whole = max((row[-1].end_s for row in events if row), default=0.0) * len(events)
+    return 1 - busy / whole if whole else 0.0
+
+
+def walk(orders: Orders, forward: Sequence[float], backward: Sequence[float]) -> list[list[Event]]:
+    """What every rank computes when, from second 0 on; arguments as of ``idle_share``."""
     position = [0] * len(orders.actions)
     clock = [0.0] * len(orders.actions)
-    busy = 0.0
+    events: list[list[Event]] = [[] for _ in orders.actions]
     done: dict[tuple[int, bool, int], float] = {}  # (stage, whether backward, micro-batch) -> when its result is there
     ranks = list(range(len(orders.actions)))
     while ranks:
@@ -69,8 +106,9 @@ def idle_share(orders: Orders, forward: Sequence[float], backward: Sequence[floa
                 if ready is None:
                     break
                 if took:
-                    clock[rank] = max(clock[rank], ready) + took
-                    busy += took
+                    start = max(clock[rank], ready)
+                    clock[rank] = start + took
+                    events[rank].append(Event(action.kind, action.stage, action.micro, start, clock[rank]))
                     if action.kind is ActionKind.FORWARD or action.kind.starts_backward:
                         done[action.stage, action.kind is not ActionKind.FORWARD, action.micro] = clock[rank]
                 position[rank] += 1
@@ -79,8 +117,7 @@ def idle_share(orders: Orders, forward: Sequence[float], backward: Sequence[floa
                 waiting.append(rank)
         assert moved, "the orders wait for one another"
         ranks = waiting
-    whole = max(clock) * len(clock)
-    return 1 - busy / whole if whole else 0.0
+    return events
 
 
 def _seconds(action: Action, forward: Sequence[float], backward: Sequence[float]) -> float:

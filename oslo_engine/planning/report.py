@@ -89,6 +89,7 @@ def _plain(estimate: Estimate) -> dict[str, Any]:
         "layout": asdict(estimate.candidate),
         "memory": estimate.memory,
         "bubble": estimate.bubble,
+        "computing_seconds": estimate.computing,
         "seconds": estimate.seconds,
         "limit": estimate.limit,
         "ranks": [_plain_rank(rank) for rank in estimate.ranks],

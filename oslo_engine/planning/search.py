@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 from oslo_engine.errors import OsloError
 from oslo_engine.planning.candidates import Candidate, candidates
-from oslo_engine.planning.estimate import Estimate, estimate, resident_bytes
+from oslo_engine.planning.estimate import Estimate, estimate, fewest_bytes, resident_bytes
 from oslo_engine.planning.model_plans import ModelPlans
 from oslo_engine.planning.question import Question
 
@@ -22,23 +24,42 @@ def search(plans: ModelPlans, question: Question) -> tuple[list[Estimate], list[
     lacking: list[Estimate] = []
     too_large: list[tuple[int, Candidate]] = []
     refused: Counter[str] = Counter()
+    failed: dict[Candidate, list[Candidate]] = {}  # by layout, what of it did not fit
     for candidate in _candidates(plans, question):
         try:
-            held = resident_bytes(plans, question, candidate)
+            held = fewest_bytes(plans, question, candidate)
+            if held <= question.cluster.memory:
+                held = resident_bytes(plans, question, candidate)
             if held > question.cluster.memory:
                 too_large.append((held, candidate))
                 continue
+            smaller = failed.setdefault(replace(candidate, rows=1, micro_batches=1, zero=0, checkpointing=False), [])
+            if any(_takes_more(candidate, each) for each in smaller):
+                continue
             found = estimate(plans, question, candidate)
+            if found.memory > question.cluster.memory:
+                smaller.append(candidate)
         except OsloError as error:
             refused[error.what] += 1
             continue
         (fitting if found.memory <= question.cluster.memory else lacking).append(found)
     if not fitting and not lacking:
-        nearest = sorted(too_large, key=lambda pair: (pair[0], pair[1].rows, not pair[1].checkpointing))[:_NEAREST]
-        lacking = [estimate(plans, question, candidate) for _, candidate in nearest]
+        nearest = sorted(too_large, key=lambda pair: (pair[0], pair[1].rows, not pair[1].checkpointing))
+        lacking = list(islice(_possible(plans, question, (candidate for _, candidate in nearest)), _NEAREST))
     fitting.sort(key=lambda found: found.seconds)
     lacking.sort(key=lambda found: found.memory)
     return fitting, lacking[:_NEAREST], dict(refused)
+
+
+def _takes_more(candidate: Candidate, other: Candidate) -> bool:
+    """Whether, of one layout, it takes no less than the other: as many rows, no more divided, no more recomputed."""
+    return candidate.rows >= other.rows and candidate.zero <= other.zero and candidate.checkpointing <= other.checkpointing
+
+
+def _possible(plans: ModelPlans, question: Question, some: Iterable[Candidate]) -> Iterator[Estimate]:
+    for candidate in some:
+        with suppress(OsloError):
+            yield estimate(plans, question, candidate)
 
 
 def least_gpus(plans: ModelPlans, question: Question) -> tuple[int, Estimate] | None:
@@ -69,7 +90,7 @@ def _one_copy(plans: ModelPlans, question: Question) -> Iterator[Candidate]:
 def _try(plans: ModelPlans, question: Question, candidate: Candidate) -> Estimate | None:
     """None: it does not fit, or cannot run."""
     try:
-        if resident_bytes(plans, question, candidate) > question.cluster.memory:
+        if max(count(plans, question, candidate) for count in (fewest_bytes, resident_bytes)) > question.cluster.memory:
             return None
         found = estimate(plans, question, candidate)
     except OsloError:

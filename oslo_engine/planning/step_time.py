@@ -7,18 +7,18 @@ they cross, nothing overlapping. It says which layout is better, not how many se
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-from oslo_engine.pipeline.orders import num_stages, schedule_orders
+from oslo_engine.pipeline.orders import compute_orders, num_stages
 from oslo_engine.plan.plan import Plan
 from oslo_engine.planning.candidates import Candidate
 from oslo_engine.planning.question import Question
-from oslo_engine.planning.rank_walk import idle_share
+from oslo_engine.planning.rank_walk import idle_share, simulated_count
 from oslo_engine.planning.traffic import Messages
 
 _FORWARD_FLOPS = 2  # for a parameter and token: a product and a sum
-_MOST_SIMULATED = 4  # micro-batches for each rank: after that a batch grows by whole rounds, and the ranks idle as long
 _TERA = 1e12
 
 
@@ -30,8 +30,19 @@ class _Rank(Protocol):
     def messages(self) -> Mapping[tuple[str, str], Messages]: ...
 
 
-def step_time(plan: Plan, question: Question, candidate: Candidate, ranks: Sequence[_Rank]) -> tuple[float, float, str]:
-    """(share of the pipeline's time in which ranks wait, seconds of a step, what takes most of them)."""
+@dataclass(frozen=True)
+class StepTime:
+    """computing: seconds of a step in which a rank computes. bubble: share of the pipeline's time in which ranks wait.
+    seconds: of a step. limit: what takes most of them."""
+
+    computing: float
+    bubble: float
+    seconds: float
+    limit: str
+
+
+def step_time(plan: Plan, question: Question, candidate: Candidate, ranks: Sequence[_Rank]) -> StepTime:
+    """Of the slowest rank."""
     work = question.workload
     tokens = candidate.rows * candidate.micro_batches * (work.length + (work.target_length if _has_two(plan) else 0))
     passes = (3 + candidate.checkpointing) if work.trains else 1  # a backward computes twice as much as a forward
@@ -49,7 +60,7 @@ def step_time(plan: Plan, question: Question, candidate: Candidate, ranks: Seque
             own[axis] = own.get(axis, 0.0) + carried / question.cluster.bytes_per_s(_reach(axis, candidate))
         sending = {axis: max(sending.get(axis, 0.0), own.get(axis, 0.0)) for axis in {*sending, *own}}
     kinds = {"compute": computing, "bubble": waiting, **{f"{axis} messages": seconds for axis, seconds in sending.items()}}
-    return bubble, sum(kinds.values()), max(kinds, key=lambda kind: kinds[kind])
+    return StepTime(computing, bubble, sum(kinds.values()), max(kinds, key=lambda kind: kinds[kind]))
 
 
 @lru_cache(maxsize=512)
@@ -57,10 +68,8 @@ def pipeline_bubble(schedule: str, pp: int, micro_batches: int) -> float:
     """The share of a batch in which the ranks wait, with stages of equal size whose backward takes twice the forward."""
     if pp == 1:
         return 0.0
-    simulated = micro_batches
-    if micro_batches > _MOST_SIMULATED * pp:
-        simulated = _MOST_SIMULATED * pp + micro_batches % pp
-    orders = schedule_orders(schedule, pp, simulated)
+    simulated = simulated_count(schedule, pp, micro_batches)
+    orders = compute_orders(schedule, pp, simulated)
     stages = num_stages(schedule, pp)
     idle = idle_share(orders, [1.0] * stages, [2.0] * stages)
     lost = idle / (1 - idle) * simulated  # waiting, counted in micro-batches of work

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from oslo_engine.footprint.profile import SentValue
 from oslo_engine.footprint.resident import Held, Parameter
 from oslo_engine.footprint.workload import Workload
-from oslo_engine.pipeline.orders import Action, ActionKind
 from oslo_engine.plan.plan import Plan
 from oslo_engine.planning.candidates import Candidate
 from oslo_engine.planning.stage_costs import StageCosts
@@ -42,7 +41,6 @@ def rank_messages(
     plan: Plan,
     held: Held,
     costs: Sequence[StageCosts],
-    actions: Sequence[Action],
     pp_rank: int,
     candidate: Candidate,
     workload: Workload,
@@ -52,11 +50,10 @@ def rank_messages(
     Args:
         held: by this rank.
         costs: of every stage.
-        actions: of this rank in one batch.
     """
     count = _Count()
-    for (stage, kind), times in Counter((action.stage, action.kind) for action in actions).items():
-        _count_actions(count, kind, times, costs[stage])
+    for stage in plan.stages_of(pp_rank):
+        _count_stage(count, plan, stage, candidate.micro_batches, costs[stage], trains=workload.trains)
     if plan.topology.pp > 1 and workload.trains:
         _count_losses(count, plan, pp_rank, candidate.micro_batches)
         _count_shared(count, held)
@@ -65,21 +62,19 @@ def rank_messages(
     return {key: Messages(*entry) for key, entry in count.found.items()}
 
 
-def _count_actions(count: _Count, kind: ActionKind, times: int, cost: StageCosts) -> None:
-    match kind:
-        case ActionKind.FORWARD:
-            for collective, (calls, size) in cost.forward.traffic.items():
-                count.add("tp", collective, times * calls, times * size)
-        case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
-            for collective, (calls, size) in cost.backward.traffic.items():
-                count.add("tp", collective, times * calls, times * size)
-        case ActionKind.SEND_FORWARD:
-            _count_values(count, "send", times, cost.sent, header=True)
-        case ActionKind.RECEIVE_FORWARD:
-            _count_values(count, "recv", times, cost.received, header=True)
-        case ActionKind.SEND_BACKWARD:
+def _count_stage(count: _Count, plan: Plan, stage: int, times: int, cost: StageCosts, *, trains: bool) -> None:
+    """Every stage computes every micro-batch once, and exchanges values with its neighbours on other ranks."""
+    holders, own = plan.rank_of_stage, plan.rank_of_stage[stage]
+    for each in (cost.forward, cost.backward) if trains else (cost.forward,):
+        for collective, (calls, size) in each.traffic.items():
+            count.add("tp", collective, times * calls, times * size)
+    if stage > 0 and holders[stage - 1] != own:
+        _count_values(count, "recv", times, cost.received, header=True)
+        if trains:
             _count_values(count, "send", times, [value for value in cost.received if value.has_gradient], header=False)
-        case ActionKind.RECEIVE_BACKWARD:
+    if stage < len(holders) - 1 and holders[stage + 1] != own:
+        _count_values(count, "send", times, cost.sent, header=True)
+        if trains:
             _count_values(count, "recv", times, [value for value in cost.sent if value.has_gradient], header=False)
 
 

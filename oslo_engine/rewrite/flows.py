@@ -39,6 +39,7 @@ class FlowBook:
         self._stage_of: dict[tuple[str, int], int] = {}
         self._num_stages = 0
         self._flows: dict[Signature, DataFlow] = {}
+        self._usual_flows: dict[tuple[int, ...], DataFlow] = {}  # planning asks for the same cuts again and again
         self._usual = self._record_usual_calls()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlowBook:
@@ -71,15 +72,15 @@ class FlowBook:
     def live_tensors(self) -> list[set[str]]:
         """Per stage, the parameters and buffers outside its blocks that training or generation reads, with all their names."""
         live: list[set[str]] = [set() for _ in range(self._num_stages)]
-        for recording in self._usual:
-            flow = self._analyze(recording)
+        for recording in range(len(self._usual)):
+            flow = self._usual_flow(recording)
             for stage, names in enumerate(live):
                 names.update(flow.live_parameters[stage], flow.live_buffers[stage])
         return live
 
     def training_flow(self) -> DataFlow:
         """The data flow of an ordinary training forward, over the stages that ``place`` made."""
-        return self._analyze(self._usual[0])
+        return self._usual_flow(0)
 
     def shared_random_modules(self) -> list[str]:
         """Modules outside the blocks that draw random numbers which several stages must draw alike."""
@@ -117,6 +118,13 @@ class FlowBook:
             mode: Mode = "prefill" if cache_argument(self.twin) is not None else "forward"
             recordings.append(record(self.twin, self.blocks, example_inputs(self.twin, mode)))
         return recordings
+
+    def _usual_flow(self, number: int) -> DataFlow:
+        recording = self._usual[number]
+        key = (number, self._num_stages, *(self._stage_of.get((call.name, call.nth), -1) for call in recording.calls))
+        if key not in self._usual_flows:
+            self._usual_flows[key] = self._analyze(recording)
+        return self._usual_flows[key]
 
     def _analyze(self, recording: Recording) -> DataFlow:
         stages = []

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard as DTensorShard
 
 from oslo_engine.errors import GradientError, UnsupportedError
 from oslo_engine.plan.plan import TensorPlan
-from oslo_engine.rewrite.state import ParallelState, parallel_state
+from oslo_engine.rewrite.state import ParallelState, parallel_state, parallelized
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
@@ -35,11 +35,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0, *
 
     Raises:
         GradientError: the norm is not finite and ``error_if_nonfinite``; on every rank, and no gradient is changed.
+        UnsupportedError: a wrapper around the model has gradients of its own (prompt tuning).
 
     Communication: one all-reduce of a scalar over tp and pp, and one over dp where FSDP2 has divided the gradients. Collective:
         every rank must call it.
     """
-    model = _unwrap(model)
+    outer, model = model, parallelized(model)
+    _check_all_inside(outer, model)
     state = parallel_state(model)
     total = _total_norm(model, state, float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
@@ -75,9 +77,20 @@ def _is_finite(gradient: Tensor | None) -> bool:
     return bool(torch.isfinite(gradient.to_local() if isinstance(gradient, DTensor) else gradient).all())
 
 
+def _check_all_inside(outer: nn.Module, model: nn.Module) -> None:
+    inside = {id(parameter) for parameter in model.parameters()}
+    for name, parameter in outer.named_parameters():
+        if parameter.grad is not None and id(parameter) not in inside:
+            raise UnsupportedError(
+                "the norm of a split model's gradients does not count those of a wrapper around it",
+                where=name,
+                hint="pass the model itself, and clip the others apart",
+            )
+
+
 def gradient_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     """The norm that ``clip_grad_norm_`` would clip, without clipping."""
-    model = _unwrap(model)
+    model = parallelized(model)
     return _total_norm(model, parallel_state(model), float(norm_type))
 
 
@@ -141,7 +154,7 @@ def answer_for(state: ParallelState, name: str) -> Answer:
     """
     at = state.mesh.at
     if state.plan.topology.tp == 1 and not state.plan.knows(name):
-        return Answer.ALL  # an adapter's, in a block, which one stage holds
+        return Answer.ALL  # added by hand, in a block, which one stage holds
     tensor = state.plan.tensor(name)
     if at.pp_rank != state.plan.holders(tensor)[0]:
         return Answer.NOTHING
@@ -173,9 +186,3 @@ def _pieces(grad: Tensor, tensor: TensorPlan, tp_rank: int) -> Iterator[Tensor]:
         if first_holder == tp_rank:
             yield grad.narrow(shard.dim, at, length)
         at += length
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    while "_oslo" not in model.__dict__ and isinstance(inner := getattr(model, "module", None), nn.Module):
-        model = inner
-    return model

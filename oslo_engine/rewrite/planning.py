@@ -46,6 +46,7 @@ def plan_model(
     sequence_parallel: bool = False,
     expert_split: str = "inner",
     flows: FlowBook | None = None,
+    match: Match | None = None,
 ) -> Layout:
     """Plan a model for all ranks of a topology; no process group, no weights.
 
@@ -55,12 +56,14 @@ def plan_model(
         rank_of_stage: the pp rank that runs each stage; their number is the number of stages.
         expert_split: how mixtures of experts are divided, see ``match_policy``.
         flows: recordings of this model from an earlier layout, whose cuts are forgotten; by default it is recorded.
+        match: of this model, policy, tp and split of experts, from an earlier layout; by default it is made.
 
     Raises:
         PolicyError, PlanError: see ``match_policy`` and ``assign_stages``.
     """
     _check_options(policy, model.config, topology, sequence_parallel, expert_split)
-    match = Match() if policy is None else match_policy(model, policy, topology.tp, expert_split=expert_split)
+    if match is None:
+        match = Match() if policy is None else match_policy(model, policy, topology.tp, expert_split=expert_split)
     blocks = [block for stack in match.stacks.values() for block in stack]
     num_stages = len(rank_of_stage)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -106,15 +107,18 @@ def example_inputs(model: PreTrainedModel, mode: Mode, *, root: str = "") -> dic
 
 def _example_inputs(model: PreTrainedModel, mode: Mode, root: str) -> dict[str, Any]:
     names = _argument_names(model.get_submodule(root).forward)
-    if "input_ids" not in names:
+    if "input_ids" in names:
+        inputs = _text_inputs(model, names)
+    elif (found := _speech_inputs(model, names, root)) is not None:
+        inputs = found
+    else:
         raise UnsupportedError(
-            "example inputs can only be made for models that read text",
+            "example inputs can only be made for models that read text, or speech to write text",
             where=f"{type(model).__name__}.{root or 'forward'}",
-            expected="an argument input_ids",
+            expected="an argument input_ids, or input_features and decoder_input_ids",
             got=", ".join(names),
             hint="pass inputs of your own to record",
         )
-    inputs = _text_inputs(model, names)
     if "use_cache" in names:
         inputs["use_cache"] = mode in ("prefill", "decode")
     if mode == "train" and "labels" in names:
@@ -154,6 +158,27 @@ def _text_inputs(model: PreTrainedModel, names: list[str]) -> dict[str, Any]:
     return inputs
 
 
+def _speech_inputs(model: PreTrainedModel, names: list[str], root: str) -> dict[str, Any] | None:
+    """Features of a sound and the text so far, for an encoder that takes features in one length only; None for other models.
+
+    How many features a moment has and how many moments a sound stands in the config; in which order, and by how much the
+    encoder shortens the sound, only in its code, so these are tried.
+    """
+    if not {"input_features", "decoder_input_ids"} <= set(names):
+        return None
+    text = {"decoder_input_ids": _token_ids(model, TARGET_LENGTH)}
+    sizes = _numbers(model.config, "mel_bins", "feat_per_channel"), _numbers(model.config, "max_source_positions")
+    for bins, positions, shortening in itertools.product(*map(sorted, map(set, sizes)), (2, 1, 4)):
+        for shape in ((NUM_ROWS, bins, positions * shortening), (NUM_ROWS, positions * shortening, bins)):
+            inputs = {"input_features": torch.zeros(shape), **text}
+            try:
+                _run(model, inputs, root)
+            except Exception:  # whatever a model's own code raises on a shape it does not expect
+                continue
+            return inputs
+    return None
+
+
 def _token_ids(model: PreTrainedModel, length: int) -> Tensor:
     """Ordinary tokens from the middle of the vocabulary, each row ending in EOS (some classifiers look for it)."""
     config = model.config.get_text_config()
@@ -191,7 +216,7 @@ def _accepted_labels(model: PreTrainedModel, inputs: Mapping[str, Any], root: st
 
     What a head wants stands nowhere but in its code, so they are tried.
     """
-    tokens = inputs.get("decoder_input_ids", inputs["input_ids"])
+    tokens = inputs["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"]
     classes = torch.zeros_like(tokens)
     for labels in (tokens, classes, classes[:, 0], torch.zeros(NUM_ROWS, model.config.num_labels or 1)):
         with warnings.catch_warnings():
@@ -212,11 +237,11 @@ def _generation_inputs(
         raise _no_cache(model, root, f"arguments {', '.join(names)}")
     if "decoder_input_ids" in names and "encoder_outputs" in names:
         # generate() calls the encoder once, outside the forward
-        encoded = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
+        encoded = {name: inputs[name] for name in ("input_ids", "input_features", "attention_mask") if name in inputs}
         encoder = model.get_encoder()
         with without_weights(model):
             inputs["encoder_outputs"] = encoder(**encoded, return_dict=True)
-        del inputs["input_ids"]
+        inputs = {name: value for name, value in inputs.items() if name not in ("input_ids", "input_features")}
     if not decode:
         return inputs
     output = _run(model, inputs, root)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from oslo_engine.comm.mesh import Mesh
 from oslo_engine.comm.random import RandomStreams
@@ -28,6 +30,8 @@ class ParallelState:
     policy_hash: of what the policy said when the model was split; empty where there was none.
     unsplit: the whole model on meta, where something asked for its shapes.
     agreement: what makes the ranks go on together in the ``generate`` that runs just now.
+    adapters: the tensors of the plan that belong to adapters, which came after it was split.
+    adapter_configs: of the adapters that are in the plan.
     """
 
     plan: Plan
@@ -40,6 +44,14 @@ class ParallelState:
     policy_hash: str = ""
     unsplit: Any = None
     agreement: Any = None
+    adapters: tuple[TensorPlan, ...] = ()
+    adapter_configs: tuple[Any, ...] = ()
+
+    def set_adapters(self, tensors: tuple[TensorPlan, ...], configs: tuple[Any, ...]) -> None:
+        """Let the plan have these tensors besides those of the model."""
+        own = tuple(tensor for tensor in self.plan.tensors if tensor not in self.adapters)
+        self.plan = dataclasses.replace(self.plan, tensors=(*own, *tensors))
+        self.adapters, self.adapter_configs = tensors, configs
 
     def held(self) -> list[TensorPlan]:
         """The tensors this rank holds, in the order of the model."""
@@ -60,3 +72,26 @@ def parallel_state(model: nn.Module) -> ParallelState:
             hint="call oslo.parallelize(model, tp=..., pp=...) first",
         )
     return state
+
+
+def split_model_in(model: nn.Module) -> PreTrainedModel | None:
+    """The parallelized model in a wrapper such as DistributedDataParallel or PEFT's; None if there is none."""
+    seen: nn.Module | None = model
+    while seen is not None and "_oslo" not in seen.__dict__:
+        inner = next((getattr(seen, name, None) for name in ("module", "base_model", "model") if name in seen._modules), None)
+        seen = inner if isinstance(inner, nn.Module) else None
+    assert seen is None or isinstance(seen, PreTrainedModel)
+    return seen
+
+
+def parallelized(model: nn.Module) -> PreTrainedModel:
+    """``split_model_in`` of a model that must have one.
+
+    Raises:
+        PlanError: it has none.
+    """
+    found = split_model_in(model)
+    if found is None:
+        parallel_state(model)
+    assert found is not None
+    return found

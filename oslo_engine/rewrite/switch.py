@@ -69,5 +69,27 @@ class _Switchable:
         return handler(self._oslo_name, self, run, args, kwargs)  # type: ignore[arg-type]
 
 
+class _Around:
+    """A module around a switchable one, which answers for both: the call of the inner one is a part of its own."""
+
+    _oslo_inner: nn.Module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        inner: Any = self._oslo_inner
+        before, inner._oslo_runs = inner._oslo_runs, True
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            inner._oslo_runs = before
+
+
 def make_switchable(module: nn.Module, name: str, switch: Switch) -> nn.Module:
     return specialize(module, _Switchable, _oslo_switch=switch, _oslo_name=name)
+
+
+def switch_around(module: nn.Module, inner: nn.Module) -> nn.Module:
+    """Let a module that was put around another be switched in its place, if that one is switchable (in place)."""
+    if not isinstance(inner, _Switchable):
+        return module
+    specialize(module, _Around, _oslo_inner=inner)
+    return make_switchable(module, inner._oslo_name, inner._oslo_switch)

@@ -78,6 +78,26 @@ def test_generate_and_forward_are_those_of_the_unsplit_model(model: Any, unsplit
     assert float(got.loss) == pytest.approx(float(wanted.loss), rel=1e-5)
 
 
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_a_pipeline_is_called_as_a_model(folder: Path, unsplit: Any, tp: int, pp: int) -> None:
+    ids = prompt(rows=3)
+    with load(folder, tp, pp) as model:
+        assert len(model.health().pids) == tp * pp
+        assert torch.equal(model.generate(ids, **SETTINGS), unsplit.generate(ids, **SETTINGS))
+        calls = [model.start_generate(prompt(length, seed=length), **SETTINGS) for length in (3, 5, 9)]
+        for length, call in zip((3, 5, 9), calls, strict=True):
+            assert torch.equal(call.result(60), unsplit.generate(prompt(length, seed=length), **SETTINGS))
+        assert list(model.stream(prompt(), **SETTINGS)) == unsplit.generate(prompt(), **SETTINGS)[0, 7:].tolist()
+        torch.manual_seed(5)
+        wanted = unsplit.generate(ids, **{**SETTINGS, "do_sample": True})
+        assert torch.equal(model.generate(ids, seed=5, **{**SETTINGS, "do_sample": True}), wanted)
+        got = model(input_ids=ids, labels=ids)
+        with torch.no_grad():
+            told = unsplit(ids, labels=ids)
+        assert torch.allclose(got.logits, told.logits, atol=1e-4)
+        assert float(got.loss) == pytest.approx(float(told.loss), rel=1e-5)
+
+
 def test_a_seed_gives_the_unsplit_model_s_sample(model: Any, unsplit: Any) -> None:
     sampled = {**SETTINGS, "do_sample": True}
     torch.manual_seed(5)

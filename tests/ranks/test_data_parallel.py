@@ -18,7 +18,7 @@ from training_runs import Recipe, batches, differences, train_rank, train_unspli
 RUNS = [
     Recipe(tp=2, dp=2, wrapper="ddp", accumulation=2),
     Recipe(pp=2, dp=2, wrapper="ddp", accumulation=2),
-    Recipe(tp=2, dp=2, wrapper="fsdp2", accumulation=2),
+    Recipe("qwen3", tp=2, dp=2, wrapper="fsdp2", accumulation=2),  # q and k norms: gradients summed over tp
     Recipe(pp=2, dp=2, wrapper="fsdp2", accumulation=2),
 ]
 SLOW_RUNS = [

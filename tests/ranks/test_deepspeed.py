@@ -34,6 +34,8 @@ RUNS = [
     Recipe(tp=2, pp=2, wrapper="zero0"),
     Recipe("t5", tp=2, pp=2, wrapper="zero1"),
     Recipe("mixtral", tp=2, dp=2, wrapper="zero3"),
+    Recipe("gpt2", tp=2, pp=2, wrapper="zero1", lora=True),
+    Recipe("llama", tp=2, dp=2, wrapper="zero2", lora=True),
 ]
 
 

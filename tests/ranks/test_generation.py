@@ -287,7 +287,10 @@ GROUPED: dict[str, Way] = {
     "beams": way(3, num_beams=2, num_return_sequences=2, eos_token_id=list(range(3, 20)), max_new_tokens=10),
     "no cache": way(3, use_cache=False),
     "many micro-batches": way(16, use_cache=False, max_new_tokens=3),
+    "many rows": way(34, max_new_tokens=3),
+    "many beams": way(9, num_beams=4, max_new_tokens=3),
 }
+BY_DEFAULT = ("many rows", "many beams")  # dealt out without being asked for
 
 
 def compare_groups(name: str, tp: int, pp: int) -> dict[str, Any]:
@@ -313,7 +316,8 @@ def compare_groups(name: str, tp: int, pp: int) -> dict[str, Any]:
             del model.generate
             if not torch.equal(got, wanted):
                 told[f"{title}, {groups} groups"] = f"{got.tolist()} instead of {wanted.tolist()}"
-            if (runs[0] is None) is (groups != 1):
+            dealt = title in BY_DEFAULT if groups is None else groups > 1
+            if (runs[0] is None) is dealt:
                 told[f"{title}, {groups} groups"] = f"ran with {runs[0]}"
     return told
 
@@ -396,6 +400,25 @@ def test_groups_are_refused_where_rows_must_stay_together(rank_pool, settings: d
     assert all("cannot be decoded in groups" in message for message in rank_pool(2).run(ask_for_groups, **settings))
 
 
+def ask_without_a_pipeline(tp: int) -> list[str]:
+    model = oslo.parallelize(whole("gpt2"), tp=tp).eval() if tp > 1 else oslo.GPT2LMHeadModel(whole("gpt2").config).eval()
+    told = []
+    for wish in (2, 0, True):
+        try:
+            model.generate(prompts(2), max_new_tokens=2, pad_token_id=0, decode_groups=wish)
+            told.append("")
+        except UnsupportedError as error:
+            told.append(error.what)
+    assert model.generate(prompts(2), max_new_tokens=2, pad_token_id=0, decode_groups=1).shape == (2, 9)
+    return told
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_groups_are_refused_without_a_pipeline(rank_pool, tp: int) -> None:
+    for told in rank_pool(tp).run(ask_without_a_pipeline, tp):
+        assert told == ["only a pipeline decodes in groups of rows", *["the number of groups must be a positive integer"] * 2]
+
+
 def random_settings(draw: random.Random) -> dict[str, Any]:
     """Settings of ``generate`` that go together."""
     settings: dict[str, Any] = {"max_new_tokens": draw.randint(1, 10), "pad_token_id": 0, "do_sample": draw.random() < 0.5}
@@ -450,51 +473,15 @@ def test_a_hundred_random_settings_agree(rank_pool, tp: int, pp: int) -> None:
         assert told == []
 
 
-def transcribe() -> list[str]:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    config = WhisperConfig(
-        vocab_size=small_models.VOCAB,
-        d_model=small_models.HIDDEN,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        num_mel_bins=8,
-        max_source_positions=20,
-        max_target_positions=32,
-        decoder_start_token_id=1,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-    )
-
-    def made() -> Any:
-        model = WhisperForConditionalGeneration(config).eval()
-        generator = torch.Generator().manual_seed(3)
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.data.normal_(0, 0.3, generator=generator)
-        return model
-
-    reference, model = made(), oslo.parallelize(made(), tp=2).eval()
-    features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(0))
-    told = []
-    for settings in ({}, {"num_beams": 2}, {"do_sample": True}):
-        torch.manual_seed(2)
-        wanted = reference.generate(features, max_new_tokens=NEW, **settings)
-        torch.manual_seed(2)
-        got = model.generate(features, max_new_tokens=NEW, **settings)
-        if not torch.equal(got, wanted):
-            told.append(f"{settings}: {got.tolist()} instead of {wanted.tolist()}")
-    return told
+def asks_for_a_quantised_cache(tp: int, pp: int) -> str:
+    model = oslo.parallelize(whole("gpt2"), tp=tp, pp=pp).eval()
+    try:
+        model.generate(prompts(1), max_new_tokens=2, pad_token_id=0, cache_implementation="quantized")
+    except UnsupportedError as error:
+        return error.what
+    return ""
 
 
-@pytest.mark.slow
-def test_speech_gives_the_tokens_of_the_unsplit_model(rank_pool) -> None:
-    for told in rank_pool(2).run(transcribe):
-        assert told == []
+@pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
+def test_quantised_caches_are_refused(rank_pool, tp: int, pp: int) -> None:
+    assert all("quantised cache" in told for told in rank_pool(2).run(asks_for_a_quantised_cache, tp, pp))

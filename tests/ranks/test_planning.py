@@ -29,6 +29,9 @@ LAYOUTS = {
     "t5 pp=2": ("t5", Candidate(1, 2, 1, "1f1b", 1, 4)),
     "gpt2 dp=2": ("gpt2", Candidate(1, 1, 2, rows=2, micro_batches=1)),
     "t5 tp=2 pp=2": ("t5", Candidate(2, 2, 1, "1f1b", 1, 4)),
+    "gpt2 tp=3, which does not divide its heads": ("gpt2", Candidate(3, 1, 1, rows=1, micro_batches=1)),
+    "gpt2 tp=2 dp=2": ("gpt2", Candidate(2, 1, 2, rows=1, micro_batches=1)),
+    "t5 pp=2 dp=2": ("t5", Candidate(1, 2, 2, "1f1b", 1, 2)),
     "llama tp=2 pp=2 interleaved": ("llama", Candidate(2, 2, 1, "interleaved", 1, 4)),
 }
 
@@ -87,7 +90,7 @@ def test_predicted_bytes_and_messages_are_those_of_a_real_step(
     predicted = predict(name, candidate)
     real = rank_pool(candidate.gpus).run(held_and_sent, name, candidate)
     for rank in predicted.ranks:
-        held, sent = real[rank.pp_rank * candidate.tp]  # of the ranks that share a stage the one with tp rank 0
+        held, sent = real[rank.pp_rank * candidate.dp * candidate.tp]  # of the ranks that share a stage the first
         assert dataclasses.asdict(rank.resident) == held
         by_kind: dict[str, list[int]] = {}
         for (_, kind), messages in rank.messages.items():

@@ -11,7 +11,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 
 import oslo_engine as oslo
 import small_models
-from oslo_engine.errors import UnsupportedError
 from oslo_engine.rewrite.state import parallel_state
 from training_runs import Recipe, batches, differences, train_rank, train_unsplit, unsplit
 
@@ -149,59 +148,6 @@ def test_activation_checkpointing_draws_the_same_dropout_masks(rank_pool: Any, p
     for gradients, right in zip(pool.run(gradients_with_dropout, pp, checkpointing), wanted, strict=True):
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, right[name], rtol=1e-5, atol=1e-7, msg=name)
-
-
-def with_adapters(model: Any) -> Any:
-    """LoRA in which each number follows from the parameter's name, on whatever rank it is."""
-    import peft
-
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(r=4, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, lora_dropout=0.0)
-    )
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name and not parameter.is_meta:
-                generator = torch.Generator().manual_seed(sum(name.encode()))
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return adapted
-
-
-def train_adapters(adapted: Any, pp: int, clip: Any) -> list[float]:
-    optimizer = torch.optim.SGD([parameter for parameter in adapted.parameters() if parameter.requires_grad], lr=1.0)
-    losses = []
-    for step in range(3):
-        output = adapted(**batches(Recipe(rows=4), step)[0])
-        losses.append(0.0)
-        for micro in output if pp > 1 else [output]:
-            micro.loss.backward()
-            losses[-1] += micro.loss.item()
-        clip()
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def adapters_after(tp: int, pp: int) -> Any:
-    model, _ = unsplit(Recipe())
-    oslo.parallelize(model, tp=tp, pp=pp)
-    adapted = with_adapters(model)
-    if tp == 1:
-        return train_adapters(adapted, pp, lambda: oslo.clip_grad_norm_(model, 0.05))
-    with pytest.raises(UnsupportedError) as refused:
-        adapted(**batches(Recipe(rows=4), 0)[0])
-    return str(refused.value)
-
-
-def test_adapters_added_to_a_pipeline_train_as_in_one_process(rank_pool: Any) -> None:
-    model, _ = unsplit(Recipe())
-    wanted = train_adapters(with_adapters(model), 1, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
-    for losses in rank_pool(2).run(adapters_after, 1, 2):
-        assert losses == pytest.approx(wanted, rel=1e-5)
-
-
-def test_adapters_under_tensor_parallelism_are_refused(rank_pool: Any) -> None:
-    for message in rank_pool(2).run(adapters_after, 2, 1):
-        assert "adapters" in message
 
 
 def not_finite(tp: int, pp: int, bad_rank: int) -> tuple[str, bool]:

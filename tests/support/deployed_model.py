@@ -63,6 +63,20 @@ class Sleeps(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
+class StandsStill(LogitsProcessor):
+    """Never comes back on one rank, so that the others wait for it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        import torch.distributed as dist
+
+        if dist.get_rank() == self.rank:
+            time.sleep(1000)
+        return scores
+
+
 class FailsOnRank(LogitsProcessor):
     def __init__(self, rank: int) -> None:
         self.rank = rank

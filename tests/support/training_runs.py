@@ -51,11 +51,13 @@ class Recipe:
 
 @dataclass
 class Trained:
-    """losses: of each step, mean over dp; norms: before clipping; weights: what this rank holds, whole over dp."""
+    """losses: of each step, mean over dp; norms: before clipping; weights: what this rank holds, whole over dp; shards: of
+    adapters."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    shards: dict[str, Any] = field(default_factory=dict)
     collectives: dict[str, list[int]] = field(default_factory=dict)
     cpu_s: float = 0.0
     optimizer_bytes: int = 0
@@ -104,7 +106,8 @@ def train_unsplit(recipe: Recipe) -> Trained:
         optimizer.zero_grad()
         trained.losses.append(sum(losses))
     trained.cpu_s = time.process_time() - started
-    trained.weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    whole = model.get_base_model() if recipe.lora else model
+    trained.weights = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
     return trained
 
 
@@ -171,6 +174,7 @@ def train_rank(recipe: Recipe, *, count: bool = False) -> Trained:
         trained.norms.append(norm)
     trained.cpu_s = time.process_time() - started
     trained.weights = {name: _whole_over_dp(parameter) for name, parameter in model.named_parameters()}
+    trained.shards = {tensor.name: tensor.shard for tensor in parallel_state(model).adapters}
     trained.optimizer_bytes = loop.optimizer_bytes()
     if count and recipe.wrapper == "ddp":
         trained.activation_bytes = activation_bytes(model, _mine(batches(recipe, 0)[0], rank, recipe))
@@ -339,8 +343,8 @@ def differences(recipe: Recipe, reference: Trained, ranks: list[Trained]) -> dic
             found["norm"] = max(found["norm"], _largest(trained.norms, reference.norms))
         for name, value in trained.weights.items():
             whole = reference.weights[name] if name in reference.weights else reference.weights[plan.tensor(name).name]
-            tensor = plan.tensor(name)
-            expected = whole if tensor.shard is None else tensor.shard.apply(whole, rank % recipe.tp)
+            shard = trained.shards[name] if name in trained.shards else plan.tensor(name).shard
+            expected = whole if shard is None else shard.apply(whole, rank % recipe.tp)
             assert value.shape == expected.shape, name
             found["weight"] = max(found["weight"], float((value - expected).abs().max()))
     return found

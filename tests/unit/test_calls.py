@@ -83,10 +83,15 @@ def test_who_failed_as_well_is_not_left_behind() -> None:
 
 def test_a_broken_connection_is_not_told_as_a_cause() -> None:
     mine = calls()
-    error = RuntimeError("a pipeline stopped")
-    error.__cause__ = RuntimeError("gloo: Connection closed by peer")
+
+    def stop() -> None:
+        try:
+            raise RuntimeError("gloo: Connection closed by peer")
+        except RuntimeError as error:
+            raise RuntimeError("a pipeline stopped") from error
+
     with pytest.raises(RuntimeError), mine.call("a forward"):
-        raise error
+        stop()
     assert (mine.standing.state, mine.standing.cause) == ("failed", "")
 
 

@@ -149,6 +149,13 @@ def test_peek_shows_tokens_and_text(made: Path, tokenizer: Path) -> None:
     assert words.endswith("'a last one<|endoftext|>'")
     assert said(run("data", "peek", made, "--document", 40, "--tokens", 1)).endswith(f"{ids[40][0]} ...")
     refused(run("data", "peek", made, "--document", 41), "no such document")
+    other = byte_level_bpe()
+    other.add_tokens(["another"])
+    other.save(str(made.with_name("other.json")))
+    assert "warning: made with another tokenizer" in said(
+        run("data", "peek", made, "--tokenizer", made.with_name("other.json"))
+    )
+    assert "warning" not in words
 
 
 def test_files_without_a_manifest_are_checked_too(tmp_path: Path) -> None:

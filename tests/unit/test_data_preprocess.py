@@ -110,6 +110,9 @@ def test_folders_and_wildcards_are_read_in_order_of_names(tokenizer: Tokenizer, 
     compressed(tmp_path / "in" / "a.jsonl.gz", write_jsonl(tmp_path / "x", DOCUMENTS[:40]).read_bytes())
     write_jsonl(tmp_path / "in" / "deep" / "c.jsonl", DOCUMENTS[80:])
     (tmp_path / "in" / "README.md").write_text("not a corpus")
+    (tmp_path / "in" / ".ipynb_checkpoints").mkdir()
+    for hidden in (".a.txt", ".ipynb_checkpoints/b.txt"):
+        (tmp_path / "in" / hidden).write_text("hidden")
     for number, source in enumerate((str(tmp_path / "in"), [tmp_path / "in" / "*.jsonl*", tmp_path / "in" / "deep"])):
         data = preprocessor(tokenizer).preprocess(source, tmp_path / f"out{number}")
         assert documents_of(data) == expected_ids(tokenizer, DOCUMENTS)
@@ -174,6 +177,8 @@ def test_end_of_document_is_the_tokenizer_s_own_or_the_one_given(tokenizer: Toke
     for options in ({}, {"eod_token_id": 600}, {"eod_token_id": -1}):
         with pytest.raises(DataError, match="eod_token_id"):
             DatasetPreprocessor(tokenizer, append_eod=True, **options)
+    with pytest.raises(DataError, match="documents are not ended with it"):
+        DatasetPreprocessor(tokenizer, eod_token_id=0)
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -368,8 +373,8 @@ def test_a_data_set_that_is_there_is_kept_unless_told_otherwise(
     assert again.num_documents == len(DOCUMENTS)
     assert (tmp_path / "out.idx").stat().st_mtime_ns == before
     with pytest.raises(DataError, match="made of something else"):
-        preprocessor(tokenizer, append_eod=False).preprocess(source, tmp_path / "out")
-    with pytest.raises(DataError, match="made of something else"):
+        preprocessor(tokenizer, append_eod=False, eod_token_id=None).preprocess(source, tmp_path / "out")
+    with pytest.raises(DataError, match="perhaps of other documents"):
         preprocessor(tokenizer).preprocess(["other"], tmp_path / "out")
     data = preprocessor(tokenizer).preprocess(["other"], tmp_path / "out", overwrite=True)
     assert documents_of(data) == expected_ids(tokenizer, ["other"])
