@@ -80,8 +80,8 @@ def run(recipe: Any, references: dict[Any, Any], pool: Any) -> dict[str, Any]:
         alone = Recipe(
             recipe.model, steps=recipe.steps, accumulation=recipe.accumulation, autocast=recipe.autocast, lora=recipe.lora
         )
-        found = train_unsplit(alone)
-        references[key] = found, distance(found, train_unsplit(replace(alone, dtype="float64", autocast="")))
+        one = train_unsplit(alone)
+        references[key] = one, distance(one, train_unsplit(replace(alone, dtype="float64", autocast="")))
     reference, rounding = references[key]
     try:
         ranks = pool.run(train_rank, recipe, count=True, timeout_s=300)

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import os
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +33,7 @@ _FAILED, _ENDED, _FINDS_OUT = "oslo_engine/failed", "oslo_engine/ended", "oslo_e
 _LOOK_EVERY_S = 1.0
 _GRACE_S = 1.5  # for the main thread to fail by itself, with a traceback that tells more
 _SILENT_S = 2.5  # without a sign of life
+_TEARDOWN_S = 2.5  # of the interpreter, after the last words
 _watches: list[_Watch] = []
 
 
@@ -61,7 +64,7 @@ class _Watch:
         self._calls: list[Calls] = []
         self._suspected: dict[tuple[str, int, str], float] = {}
         self._beat, self._place = 0, f"process {os.getpid()} on {socket.gethostname()}"
-        self._failed = False
+        self._failed = self._store_is_gone = False
         self._next_hook = sys.excepthook
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="oslo_engine: other ranks", daemon=True)
@@ -94,6 +97,9 @@ class _Watch:
             self._write(_FAILED, first)
         _say(f"rank {self._rank} ends; the first to fail was {first}")
         time.sleep(_LOOK_EVERY_S + 0.3)  # the store may live in this process
+        # Broken process groups may take long to be torn down. This ends the process without Python, which is ending by then.
+        self._nowhere = open(os.devnull, "w")  # noqa: SIM115
+        faulthandler.dump_traceback_later(_TEARDOWN_S, exit=True, file=self._nowhere)
 
     def _explained(self, error: BaseException) -> str:
         text = f"rank {self._rank}: {type(error).__name__}: {error}"
@@ -110,7 +116,7 @@ class _Watch:
         try:
             chosen = self._store.compare_set(_FINDS_OUT, "", str(self._rank)).decode() == str(self._rank)
             if not chosen:
-                self._over.wait(2 * _SILENT_S)
+                self._wait_for_the_one_who_finds_out()
                 return None
             others = [rank for rank in range(self._num_ranks) if rank != self._rank]
             before = {rank: self._read(_alive(rank)) for rank in others}
@@ -120,6 +126,11 @@ class _Watch:
             return "the store of the job is gone, and with it the process that kept it: rank 0, or the launcher"
         named = [f"rank {rank} ({before[rank].split('|')[1]})" for rank in silent]  # type: ignore[union-attr]
         return f"{', '.join(named)} ended without a word: killed by a signal, or for want of memory?" if named else None
+
+    def _wait_for_the_one_who_finds_out(self) -> None:
+        deadline = time.monotonic() + 2 * _SILENT_S
+        while self._first_failure() is None and time.monotonic() < deadline:
+            time.sleep(0.1)  # not longer: it may be the one that keeps the store
 
     def _farewell(self) -> None:
         # Python ends a thread that it finds inside the store by force, which takes the whole process down.
@@ -199,14 +210,24 @@ class _Watch:
         return self._read(_ENDED)
 
     def _write(self, key: str, value: str) -> None:
-        with contextlib.suppress(Exception):  # the store may have gone with rank 0
-            self._store.set(key, value)
+        if not self._store_is_gone:
+            with self._noticing_that_it_is_gone():
+                self._store.set(key, value)
 
     def _read(self, key: str) -> str | None:
-        with contextlib.suppress(Exception):
-            if self._store.check([key]):
-                return str(self._store.get(key).decode())
+        if not self._store_is_gone:
+            with self._noticing_that_it_is_gone():
+                if self._store.check([key]):
+                    return str(self._store.get(key).decode())
         return None
+
+    @contextlib.contextmanager
+    def _noticing_that_it_is_gone(self) -> Iterator[None]:
+        """It goes with rank 0 where no launcher keeps it; each further use would fill the screen with stacks of C++."""
+        try:
+            yield
+        except Exception:
+            self._store_is_gone = True
 
 
 def _alive(rank: int) -> str:

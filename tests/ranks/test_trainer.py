@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 import oslo_engine as oslo
+from oslo_engine.comm.counter import CollectiveCounter
 from oslo_engine.errors import UnsupportedError
 from trainer_runs import Texts, as_launched, collate, curve, reference_trainer, split_trainer, trainer_of
 from training_runs import Recipe, optimizer_for, unsplit
@@ -189,3 +191,58 @@ def test_arguments_that_do_not_know_of_the_other_processes_are_refused(rank_pool
     for message in rank_pool(2).run(without_a_launcher, tmp_path):
         assert "expected: 2 processes" in message
         assert "got: 1" in message
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is computed."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def cost_of_generation(model: Any) -> dict[str, Any]:
+    """What eight tokens cost in operations and collectives, and what could make them cost more."""
+    prompt = torch.tensor([[5, 6, 7]])
+    model.generate(prompt, max_new_tokens=2, do_sample=False)  # a first call looks at the model
+    with CollectiveCounter() as communicated, Operations() as computed:
+        model.generate(prompt, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    return {
+        "operations": computed.count,
+        "collectives": communicated.calls,
+        "hooks": sum(
+            len(hooks)
+            for module in model.modules()
+            for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        ),
+        "use_cache": (model.config.use_cache, model.generation_config.use_cache),
+        "dtypes": {parameter.dtype for parameter in model.parameters()},
+        "attributes": sorted(name for module in model.modules() for name in vars(module)),
+    }
+
+
+def costs(folder: Path, tp: int, pp: int, checkpointing: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    trainer = split_trainer(folder, tp, pp, gradient_checkpointing=checkpointing)
+    model = trainer.model
+    before = cost_of_generation(model.eval())
+    trainer.train()
+    trainer.evaluate()
+    if checkpointing:
+        model.gradient_checkpointing_disable()
+        model.disable_input_require_grads()  # a hook that Transformers leaves on an unsplit model too
+    return before, cost_of_generation(model.eval())
+
+
+@pytest.mark.parametrize(("tp", "pp", "checkpointing"), [(2, 1, False), pytest.param(1, 2, True, marks=SLOW)])
+def test_generation_costs_what_it_did_before_training(
+    rank_pool: Any, tmp_path: Path, tp: int, pp: int, checkpointing: bool
+) -> None:
+    for before, after in rank_pool(2).run(costs, tmp_path, tp, pp, checkpointing):
+        assert before["operations"] > 100
+        for name, value in before.items():
+            if name != "attributes":
+                assert after[name] == value, name
+        left = set(after["attributes"]) - set(before["attributes"])
+        assert not {name for name in left if "forward" in name}, left

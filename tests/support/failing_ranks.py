@@ -97,7 +97,7 @@ def killed_inside(model: Any) -> Any:
 def with_wrong_world(tp: int, pp: int) -> None:
     """As a script does that leaves everything to the launcher."""
     model, _ = unsplit(Recipe())
-    print("WRONG", time.time(), flush=True)
+    print("WRONG", time.time(), os.getpid(), flush=True)
     oslo.parallelize(model, tp=tp, pp=pp)
 
 
