@@ -11,6 +11,7 @@ adapter) is met at the next forward.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -99,7 +100,7 @@ def meet_adapters(model: nn.Module, *, drawn_alike: bool = False) -> None:
     """
     state = parallel_state(model)
     configs = tuple((model.__dict__.get("peft_config") or {}).values())
-    if len(configs) == len(state.adapter_configs) and all(map(_same, configs, state.adapter_configs)):
+    if len(configs) == len(state.adapter_configs) and all(map(operator.is_, configs, state.adapter_configs)):
         return
     if state.mesh.model.size > 1:
         _check_kinds(model)
@@ -128,10 +129,6 @@ def meet_adapters(model: nn.Module, *, drawn_alike: bool = False) -> None:
     state.set_adapters(tuple(tensors), configs)
     if "_oslo_cuts_on_load" not in model.__dict__:
         model.__dict__["_oslo_cuts_on_load"] = model.register_load_state_dict_pre_hook(_cut_loaded)
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other
 
 
 def _met(layer: Any, adapter: str) -> bool:

@@ -308,9 +308,10 @@ def _command(pid: int) -> bytes:
 
 
 SCRIPT = """
-import sys, time
+import signal, sys
 import torch
 import oslo_engine as oslo
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests that run in the background are told to ignore
 model = oslo.GPT2LMHeadModel.from_pretrained_with_parallel(
     sys.argv[1], tensor_parallel_size=2, deployment=oslo.Deployment(threads_per_worker=1)
 )
