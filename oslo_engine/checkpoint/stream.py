@@ -20,7 +20,7 @@ from oslo_engine.checkpoint.safetensors_io import SafetensorsWriter, as_bytes, r
 from oslo_engine.checkpoint.tensors import TensorSource
 from oslo_engine.shards import Span
 
-BUFFER_BYTES = 1 << 21  # two of them fit into the caches of usual processors
+BUFFER_BYTES = 1 << 23
 
 
 @dataclass(frozen=True)

@@ -157,9 +157,10 @@ class RankPool:
             if self._ranks[rank].is_alive():
                 os.kill(self._ranks[rank].pid, signal.SIGUSR1)  # see _serve
         files = {rank: _stack_file(self._folder, rank) for rank in ranks}
-        deadline = time.monotonic() + 2
-        while time.monotonic() < deadline and not all(file.exists() and file.stat().st_size for file in files.values()):
+        deadline, before, now = time.monotonic() + 2, [-1], [0]
+        while time.monotonic() < deadline and not (all(now) and now == before):  # they are written line by line
             time.sleep(0.1)
+            before, now = now, [file.stat().st_size if file.exists() else 0 for file in files.values()]
         return {rank: f"silent, at\n{file.read_text()}" if file.exists() else "silent" for rank, file in files.items()}
 
 
