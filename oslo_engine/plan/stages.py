@@ -42,9 +42,12 @@ def assign_stages(
     for stages in range(1, num_stages + 1):
         extra = last_cost if stages == num_stages else 0.0
         for end in range(stages, count + 1):
-            for start in range(stages - 1, end):
-                dearest = max(best[stages - 1][start], sums[end] - sums[start] + extra)
-                if dearest < best[stages][end]:
+            for start in range(end - 1, stages - 2, -1):
+                last = sums[end] - sums[start] + extra
+                if last > best[stages][end]:
+                    break  # it only grows from here
+                dearest = max(best[stages - 1][start], last)
+                if dearest <= best[stages][end]:
                     best[stages][end], cut[stages][end] = dearest, start
     assigned = [0] * count
     end = count
