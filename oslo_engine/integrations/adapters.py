@@ -14,16 +14,16 @@ holds is said by ``TensorPlan``s, as for every other parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from oslo_engine.comm.random import RandomStreams
 from oslo_engine.errors import UnsupportedError
 from oslo_engine.layers.partial import sum_gradient
 from oslo_engine.layers.region import ColumnEntry, Entry, InnerLinear, RowLayer, inner_row_parallel, row_parallel
@@ -209,7 +209,9 @@ def _communicate(
         vocab_parallel_head(layer.lora_B[adapter], tp, layer.get_base_layer().vocab.sizes)
     dropout = layer.lora_dropout[adapter]
     if not isinstance(dropout, nn.Identity) and kind in (Kind.COLUMN, Kind.ROW):
-        specialize(dropout, _Alike if kind is Kind.COLUMN else _Apart, _oslo_streams=streams, _oslo_name=path)
+        # The input of a column layer is the same on every rank; around a row layer each rank has other features.
+        stream = partial(streams.alike, path) if kind is Kind.COLUMN else partial(streams.block, per_rank=True)
+        specialize(dropout, _Masks, _oslo_stream=stream)
     for name, module, leaf in parts_of(layer, adapter):
         tensor = tensors[name]
         overlap = tensor.shard if tensor.shard is not None and tensor.shard.overlaps else None
@@ -228,30 +230,12 @@ class _CutLookup:
 class _Masks:
     """Dropout before A, whose mask belongs to another random stream than the one that is drawn from where it stands."""
 
-    _oslo_streams: RandomStreams
-    _oslo_name: str
+    _oslo_stream: Callable[[], AbstractContextManager[None]]
     training: bool
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        with self._stream():
+        with self._oslo_stream():
             dropped: Tensor = super().forward(x)  # type: ignore[misc]
         return dropped
-
-    def _stream(self) -> AbstractContextManager[None]:
-        raise NotImplementedError
-
-
-class _Alike(_Masks):
-    """In a column layer: every rank has the same input."""
-
-    def _stream(self) -> AbstractContextManager[None]:
-        return self._oslo_streams.alike(self._oslo_name)
-
-
-class _Apart(_Masks):
-    """Around a row layer, which has left the region when the adapter begins: each rank has other features."""
-
-    def _stream(self) -> AbstractContextManager[None]:
-        return self._oslo_streams.block(per_rank=True)
