@@ -172,6 +172,8 @@ class ModelProgram:
     def _training_batch(self, batch: Mapping[str, Any]) -> list[MicroBatch]:
         self.runtime.refuse_open_loop()
         kwargs = {name: value for name, value in batch.items() if value is not None}
+        if self.state.mesh.tp.size > 1:  # otherwise the stages compare at the end of the batch, where they meet anyway
+            self.state.compare(kwargs).finish()
         _refuse_packed_without_mask(kwargs, self.model)
         kwargs["use_cache"] = False
         _refuse_trained_inputs(kwargs)

@@ -15,7 +15,7 @@ from oslo_engine.planning.stage_costs import StageCosts
 
 _BUCKET_BYTES = 32 << 20  # of ``all_reduce_together``
 _NUMBER = 8  # bytes of a number in a header or a loss message
-_LOSS_NUMBERS, _AGREED_NUMBERS = 5, 3
+_LOSS_NUMBERS, _AGREED_NUMBERS, _COMPARED_NUMBERS = 5, 3, 2
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,9 @@ def rank_messages(
     count = _Count()
     for stage in plan.stages_of(pp_rank):
         _count_stage(count, plan, stage, candidate.micro_batches, costs[stage], trains=workload.trains)
+    if plan.topology.tp > 1 and workload.trains:  # the ranks compare their batches, before each forward or pipeline batch
+        times = 1 if plan.topology.pp > 1 else candidate.micro_batches
+        count.add("tp", "allgather", times, times * _NUMBER * _COMPARED_NUMBERS)
     if plan.topology.pp > 1 and workload.trains:
         _count_losses(count, plan, pp_rank, candidate.micro_batches)
         _count_shared(count, held)
