@@ -291,7 +291,7 @@ class _SharedGradients:
             ) from None
 
     def sum(self, parameters: list[nn.Parameter], gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Args and returns: one gradient per parameter, None where there is none."""
+        """Args and returns: one gradient per parameter, None where no stage has one."""
         together: dict[int, list[int]] = {}
         group_of = self._group_of() if self._sets else {}
         for index, parameter in enumerate(parameters):
@@ -299,12 +299,21 @@ class _SharedGradients:
             if group is not None:
                 together.setdefault(group, []).append(index)
         for group in sorted(together):
-            for index in together[group]:
-                if gradients[index] is None:
-                    gradients[index] = torch.zeros_like(parameters[index])
-            tensors = [_local(gradient) for index in together[group] if (gradient := gradients[index]) is not None]
-            all_reduce_together(tensors, self._groups[group])
+            self._sum_of_group(parameters, gradients, together[group], self._groups[group])
         return gradients
+
+    def _sum_of_group(
+        self, parameters: list[nn.Parameter], gradients: list[Tensor | None], indices: list[int], group: Any
+    ) -> None:
+        known = [gradients[index] for index in indices]
+        whole = [torch.zeros_like(parameters[i]) if found is None else found for i, found in zip(indices, known, strict=True)]
+        first = _local(whole[0])
+        num_users = torch.tensor([float(found is not None) for found in known], dtype=first.dtype, device=first.device)
+        all_reduce_together([num_users, *map(_local, whole)], group)
+        # A zero would let weight decay at a parameter that nobody has used. Who has used it need not wait for the answer.
+        unused = [count == 0 for count in num_users.tolist()] if any(found is None for found in known) else [False] * len(known)
+        for index, total, nobody in zip(indices, whole, unused, strict=True):
+            gradients[index] = None if nobody else total
 
 
 def _local(gradient: Tensor) -> Tensor:

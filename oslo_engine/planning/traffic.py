@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from oslo_engine.footprint.profile import SentValue
 from oslo_engine.footprint.resident import Held, Parameter
 from oslo_engine.footprint.workload import Workload
@@ -100,12 +102,16 @@ def _count_losses(count: _Count, plan: Plan, pp_rank: int, micro_batches: int) -
 
 
 def _count_shared(count: _Count, held: Held) -> None:
+    """With the gradients of parameters that several stages hold goes a number each, of the stages that have one."""
     by_holders: dict[tuple[int, ...], list[Parameter]] = defaultdict(list)
     for parameter in held.parameters:
         if len(parameter.holders) > 1:
             by_holders[parameter.holders].append(parameter)
     for together in by_holders.values():
-        count.add("shared", "allreduce", _num_buckets(together), sum(parameter.bytes for parameter in together))
+        dtype = together[0].dtype
+        users = Parameter(len(together) * getattr(torch, dtype).itemsize, dtype, together[0].holders)
+        sent = [users, *together]
+        count.add("shared", "allreduce", _num_buckets(sent), sum(parameter.bytes for parameter in sent))
 
 
 def _num_buckets(parameters: Iterable[Parameter]) -> int:
