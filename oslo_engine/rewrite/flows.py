@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from oslo_engine.errors import OsloError, PlanError
+from oslo_engine.rewrite.collected import check_collected
 from oslo_engine.rewrite.dataflow import DataFlow, analyze
 from oslo_engine.rewrite.meta_weights import without_weights
 from oslo_engine.rewrite.record import Recording, record
@@ -99,7 +100,10 @@ class FlowBook:
         signature = (root, training, *sorted((name, _kind(value)) for name, value in inputs.items() if value is not None))
         if signature not in self._flows:
             self.twin.train(training)
-            self._flows[signature] = self._analyze(self._record(inputs, root))
+            recording = self._record(inputs, root)
+            if inputs.get("output_hidden_states"):
+                check_collected(recording)
+            self._flows[signature] = self._analyze(recording)
         return self._flows[signature]
 
     def _record(self, inputs: Mapping[str, Any], root: str) -> Recording:
