@@ -110,17 +110,17 @@ class StageRun:
         """``computed`` lacks those of other stages, or has stand-ins for them; what this stage computed is at its end."""
         total, states = len(wanted.entries), []
         for index, value in enumerate(wanted.entries):
-            state = self.values.get(value) if value is not None else None
             if value is None and total - index <= len(computed):
-                state = computed[index - total]
-            if state is None:
+                states.append(computed[index - total])
+            elif value in self.values:
+                states.append(self.values[value])
+            else:
                 raise PipelineError(
                     "a hidden state is not among what the stages of a pipeline compute",
                     where=f"{wanted.key}[{index}]",
                     expected="what a block was given or returned, or what is computed behind the last block",
                     hint="leave output_hidden_states off, or use pp=1",
                 )
-            states.append(state)
         return tuple(states)
 
     def _outside(self, name: str, nth: int, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

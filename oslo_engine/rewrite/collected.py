@@ -7,7 +7,7 @@ block sends it on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ def collected_in(recording: Recording) -> tuple[Collected, ...]:
     named = [(str(key), value) for key, value in entries_of(output_of(recording)) or () if _is_collected((key, 0))]
     tuples = [(key, value) for key, value in named if isinstance(value, (tuple, list))]
     given = _given_to_blocks(recording) if tuples else {}
-    return tuple(Collected(key, tuple(value_of(node) or given.get(node) for node in nodes)) for key, nodes in tuples)
+    return tuple(Collected(key, tuple(_source(node, given) for node in nodes)) for key, nodes in tuples)
 
 
 def computed_output(recording: Recording, collected: Sequence[Collected]) -> Iterator[fx.Node]:
@@ -64,6 +64,10 @@ def check_collected(recording: Recording) -> None:
             got=f"them at {list(wrong[0])}" if wrong else "none (return_dict=False?)",
             hint="leave output_hidden_states off, or use pp=1",
         )
+
+
+def _source(node: Any, given: Mapping[fx.Node, Value]) -> Value | None:
+    return (value_of(node) or given.get(node)) if isinstance(node, fx.Node) else None
 
 
 def output_of(recording: Recording) -> Any:

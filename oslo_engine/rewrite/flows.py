@@ -24,6 +24,7 @@ from oslo_engine.rewrite.record import Recording, record
 from oslo_engine.rewrite.skeleton import Mode, cache_argument, example_inputs
 
 Signature = tuple[Any, ...]
+_TEXTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
 _ROWS, _LENGTH = 2, 8  # of the batches that are recorded
 
 
@@ -97,12 +98,21 @@ class FlowBook:
             training: whether the model is in training mode.
             root: the submodule that is called; "" for the model.
         """
-        signature = (root, training, *sorted((name, _kind(value)) for name, value in inputs.items() if value is not None))
+        kinds = sorted((name, _kind(value)) for name, value in inputs.items() if value is not None)
+        collects = bool(inputs.get("output_hidden_states"))
+        lengths = (
+            tuple((name, inputs[name].shape) for name in _TEXTS if isinstance(inputs.get(name), Tensor)) if collects else ()
+        )
+        signature = (root, training, lengths, *kinds)
         if signature not in self._flows:
             self.twin.train(training)
-            recording = self._record(inputs, root)
-            if inputs.get("output_hidden_states"):
+            if collects:  # some models pad texts, and cut off of what they return what they padded
+                recording = record(
+                    self.twin, self.blocks, small_inputs(self.twin, inputs, root, shorten=False), root=root, replay=False
+                )
                 check_collected(recording)
+            else:
+                recording = self._record(inputs, root)
             self._flows[signature] = self._analyze(recording)
         return self._flows[signature]
 

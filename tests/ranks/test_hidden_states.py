@@ -43,7 +43,11 @@ def compared(task: str, kind: str, **layout: Any) -> dict[str, Any]:
     batch = {name: value for name, value in batch.items() if name != "labels"}
     if plain.config.is_encoder_decoder:
         batch["decoder_input_ids"] = batch["input_ids"].flip(1)
-    wanted = tuples_of(plain, batch)
+    batch["use_cache"] = False  # as in a pipeline that is given no cache: some models mask otherwise with one
+    try:
+        wanted = tuples_of(plain, batch)
+    except ValueError as error:
+        return {"does not run on text alone": str(error)}
     if not wanted:
         return {"returns none": kind}
     try:
@@ -58,15 +62,16 @@ def compared(task: str, kind: str, **layout: Any) -> dict[str, Any]:
     return {name: largest_error(got[name], wanted[name]) for name in wanted}
 
 
-def tuples_of(model: Any, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, ...]]:
+def tuples_of(model: Any, batch: dict[str, Any]) -> dict[str, tuple[Tensor, ...]]:
     with torch.no_grad():
         output = model(**batch, output_hidden_states=True)
     return {name: value for name, value in output.items() if name.endswith("hidden_states") and isinstance(value, tuple)}
 
 
-def largest_error(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:
-    assert len(got) == len(wanted)
-    return max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in zip(got, wanted, strict=True))
+def largest_error(got: tuple[Tensor | None, ...], wanted: tuple[Tensor | None, ...]) -> float:
+    assert [state is None for state in got] == [state is None for state in wanted]
+    pairs = [(ours, theirs) for ours, theirs in zip(got, wanted, strict=True) if ours is not None and theirs is not None]
+    return max((float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs), default=0.0)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2), (1, 3)])
