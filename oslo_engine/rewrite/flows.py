@@ -100,19 +100,11 @@ class FlowBook:
         """
         kinds = sorted((name, _kind(value)) for name, value in inputs.items() if value is not None)
         collects = bool(inputs.get("output_hidden_states"))
-        lengths = (
-            tuple((name, inputs[name].shape) for name in _TEXTS if isinstance(inputs.get(name), Tensor)) if collects else ()
-        )
-        signature = (root, training, lengths, *kinds)
+        texts = [(name, value.shape) for name in _TEXTS if isinstance(value := inputs.get(name), Tensor)] if collects else []
+        signature = (root, training, *texts, *kinds)
         if signature not in self._flows:
             self.twin.train(training)
-            if collects:  # some models pad texts, and cut off of what they return what they padded
-                recording = record(
-                    self.twin, self.blocks, small_inputs(self.twin, inputs, root, shorten=False), root=root, replay=False
-                )
-                check_collected(recording)
-            else:
-                recording = self._record(inputs, root)
+            recording = self._record_collecting(inputs, root) if collects else self._record(inputs, root)
             self._flows[signature] = self._analyze(recording)
         return self._flows[signature]
 
@@ -123,6 +115,13 @@ class FlowBook:
             raise
         except Exception:  # whatever a model's own code raises that takes texts of one length only
             return record(self.twin, self.blocks, small_inputs(self.twin, inputs, root, shorten=False), root=root)
+
+    def _record_collecting(self, inputs: Mapping[str, Any], root: str) -> Recording:
+        """At the lengths of this call: some models pad a text, and cut what they padded off what they return."""
+        inputs = small_inputs(self.twin, inputs, root, shorten=False)
+        recording = record(self.twin, self.blocks, inputs, root=root, replay=False)
+        check_collected(recording)
+        return recording
 
     def _record_usual_calls(self) -> list[Recording]:
         self.twin.train()
