@@ -24,6 +24,7 @@ from oslo_engine.errors import UnsupportedError
 from oslo_engine.integrations.accelerate import adopt
 from oslo_engine.integrations.peft import has_adapters
 from oslo_engine.pipeline.loss_check import divides_by_count
+from oslo_engine.pipeline.outer_loss import OuterLoss
 from oslo_engine.rewrite.skeleton import skeleton
 from oslo_engine.rewrite.state import ParallelState, parallel_state, split_model_in
 
@@ -94,10 +95,10 @@ class SplitTraining:
     ) -> Tensor:
         if self._split is None or self._parallel.program is None:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
-        if self.label_smoother is not None or self.compute_loss_func is not None:
+        if self.compute_loss_func is not None:
             raise UnsupportedError(
-                "a loss that is computed outside of the model cannot be computed in a pipeline",
-                got="label_smoothing_factor" if self.label_smoother is not None else "compute_loss_func",
+                "a pipeline cannot tell whether a loss from outside of the model can be put together from micro-batches",
+                got="compute_loss_func",
                 hint="set model.loss_function before parallelize, or use pp=1",
             )
         model.train()
@@ -107,7 +108,7 @@ class SplitTraining:
         if counted:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
             scale *= self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-        with self.compute_loss_context_manager():
+        with self.compute_loss_context_manager(), self._parallel.program.loss_from(self._smoothed(inputs)):
             micros = model(**inputs)
         total = torch.zeros((), device=self.args.device)
         for micro in micros:
@@ -115,6 +116,19 @@ class SplitTraining:
             self.accelerator.backward(loss)
             total += loss.detach()
         return total
+
+    def _smoothed(self: Any, inputs: dict[str, Any]) -> OuterLoss | None:
+        """With label smoothing what ``compute_loss`` does with the output of the model."""
+        if self.label_smoother is None or "labels" not in inputs:
+            return None
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        shift = transformers_class(type(self._split)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+        def loss(output: Any, labels: Tensor, count: Any) -> Any:
+            return self.label_smoother(output, labels, shift_labels=shift, num_items_in_batch=count)
+
+        return OuterLoss(loss, shift)
 
     # Checkpoints
 

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from oslo_engine.comm.collectives import all_reduce_together
-from oslo_engine.comm.fingerprint import fingerprint, fingerprints_of_ranks
+from oslo_engine.comm.same_batch import BatchComparison
 from oslo_engine.errors import BatchError, UnsupportedError
 from oslo_engine.rewrite.state import ParallelState, parallel_state
-
-_BATCHES_COMPARED = 2
 
 
 def run_forward(model: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -38,47 +36,40 @@ def run_forward(model: nn.Module, original: Callable[..., Any], args: tuple[Any,
 
 def _run(model: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     state = parallel_state(model)
-    outermost = state.switch.current is None
-    if outermost and state.mesh.tp.size > 1 and torch.is_grad_enabled() and state.batches_compared < _BATCHES_COMPARED:
-        _check_same_batch(state, _by_name(original, model, args, kwargs))
-    if outermost and state.mesh.tp.size > 1 and _wants_attentions(model, original, args, kwargs):
+    if state.switch.current is not None or state.mesh.model.size == 1:
+        return original(model, *args, **kwargs)
+    if state.mesh.tp.size > 1 and _wants_attentions(model, original, args, kwargs):
         raise UnsupportedError(
             "attention weights would be those of this rank's heads only",
             got="output_attentions=True",
             hint="leave it off, or use tp=1",
         )
-    if state.program is not None and outermost:
+    if state.program is not None and torch.is_grad_enabled():
         return state.program.forward(_by_name(original, model, args, kwargs))
-    if state.program is None and model.training and state.mesh.model.size > 1:
+    comparison = _compared(state, _by_name(original, model, args, kwargs))
+    if state.program is not None:
+        output = state.program.forward(_by_name(original, model, args, kwargs))
+    elif model.training:
         state.streams.next_step()
         with state.streams.batch():
-            return original(model, *args, **kwargs)
-    return original(model, *args, **kwargs)
+            output = original(model, *args, **kwargs)
+    else:
+        output = original(model, *args, **kwargs)
+    if comparison is not None:
+        comparison.finish()
+    return output
+
+
+def _compared(state: ParallelState, batch: dict[str, Any]) -> BatchComparison | None:
+    """Batches are compared in training, and where a loss is computed; not where tokens are generated, one at a time."""
+    wanted = torch.is_grad_enabled() or any("label" in name for name, value in batch.items() if value is not None)
+    return state.compare(batch) if wanted else None
 
 
 def _wants_attentions(model: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     # Asked at every forward: arguments are only matched with names where several came without.
     asked = (_by_name(original, model, args, kwargs) if len(args) > 1 else kwargs).get("output_attentions")
     return bool(getattr(model.config, "output_attentions", False) if asked is None else asked)
-
-
-def _check_same_batch(state: ParallelState, batch: dict[str, Any]) -> None:
-    """A sampler over the wrong number of ranks shows in the first batches.
-
-    Raises:
-        BatchError: the tensor-parallel ranks have different batches, on every one of them.
-
-    Communication: one all-gather of 8 bytes on tp.
-    """
-    state.batches_compared += 1
-    found = fingerprints_of_ranks(fingerprint(sorted(batch.items())), state.mesh.tp.group, state.mesh.device)
-    if len(set(found)) > 1:
-        raise BatchError(
-            "tensor-parallel ranks were given different batches",
-            expected="the same batch on every rank that holds a part of one copy of the model",
-            got=f"fingerprints by tp rank {found}",
-            hint="give samplers num_replicas=model.mpu.get_data_parallel_world_size(), rank=model.mpu.get_data_parallel_rank()",
-        )
 
 
 def train_step(model: nn.Module, batch: dict[str, Any]) -> Tensor:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from oslo_engine.comm.fingerprint import contents
 from oslo_engine.errors import BatchError
 
 IGNORED_LABEL = -100
 _ROW_NAMES = ("input_ids", "inputs_embeds")
 _SPAN_LABELS = ("start_positions", "end_positions")
 _PASSED_ON = "num_items_in_batch"
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -126,13 +126,12 @@ def loss_weights(micros: Sequence[MicroBatch], *, shift_labels: bool, divides_by
 
 
 def fingerprint(micros: Sequence[MicroBatch]) -> Tensor:
-    """A number that all but surely differs between different batches: the sum of all tensors' bits, read as integers.
+    """A number that all but surely differs between different batches, made of the ``contents`` of all tensors.
 
     Returns: an int64 scalar on the device of the batch; reading it waits for that.
     """
     leaves = [leaf for micro in micros for leaf in pytree.tree_leaves(micro.kwargs) if isinstance(leaf, Tensor)]
-    bits = [leaf.detach().contiguous().view(-1).view(_BITS.get(leaf.element_size(), torch.uint8)) for leaf in leaves]
-    return torch.stack([part.sum(dtype=torch.int64) for part in bits]).sum()
+    return torch.stack([contents(leaf) * (2 * index + 1) for index, leaf in enumerate(leaves)]).sum()
 
 
 def _rows(tensors: Mapping[str, Tensor]) -> tuple[str, int]:

@@ -25,6 +25,7 @@ from oslo_engine.pipeline.ghost_cache import caches_of_stages
 from oslo_engine.pipeline.loop import PipelineLoop, open_loop, train_step
 from oslo_engine.pipeline.loss_check import check_loss_adds_up, divides_by_count
 from oslo_engine.pipeline.micro_batch import MicroBatch, split_batch, weigh_by_labels
+from oslo_engine.pipeline.outer_loss import LABELS, OuterLoss, without_labels
 from oslo_engine.pipeline.runtime import PipelineRuntime
 from oslo_engine.pipeline.stage import StageDone, StageRun
 from oslo_engine.rewrite.cache_calls import find_cache
@@ -62,6 +63,7 @@ class ModelProgram:
         self.outputs_described: dict[Any, Any] = {}  # of the calls of this generate()
         self.writes_logits = False  # whether it writes into them, which assisted generation does
         self.divides_by_count = True  # whether that one heeds num_items_in_batch
+        self._outer_loss: OuterLoss | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelProgram:
         raise UnsupportedError("a model that was split into a pipeline cannot be copied", hint="copy it before parallelize")
@@ -81,9 +83,11 @@ class ModelProgram:
             return run.outgoing()
         with state.switch.handled_by(run), state.streams.batch(micro.index, step=call.step):
             try:
-                output = call.module(**self._with_cache_of(stage, micro.kwargs))
+                output = call.module(**self._with_cache_of(stage, call.arguments_of(micro)))
             except StageDone:
                 return run.outgoing()
+        if call.loss is not None:
+            output["loss"] = call.loss.compute(output, micro.kwargs[LABELS], micro.kwargs.get("num_items_in_batch"))
         return run.finished(output)
 
     def _with_cache_of(self, stage: int, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -114,6 +118,15 @@ class ModelProgram:
         return train_step(self.runtime, self._training_batch(batch))
 
     @contextmanager
+    def loss_from(self, loss: OuterLoss | None) -> Iterator[None]:
+        """In training forwards within, the last stage computes this loss in place of the model's own."""
+        before, self._outer_loss = self._outer_loss, loss
+        try:
+            yield
+        finally:
+            self._outer_loss = before
+
+    @contextmanager
     def generating(self, *, whole_outputs: bool, writes_logits: bool) -> Iterator[None]:
         """While ``generate`` runs only token ids travel; logits stay on the rank that chooses, unless ``whole_outputs``."""
         before = self.decoding, self.whole_outputs, self.writes_logits
@@ -135,17 +148,19 @@ class ModelProgram:
         call.forward = call  # type: ignore[attr-defined]  # its signature is read
         return call
 
-    def prepared(self, micros: Sequence[MicroBatch], module: nn.Module, kwargs: Mapping[str, Any]) -> list[MicroBatch]:
+    def prepared(
+        self, micros: Sequence[MicroBatch], module: nn.Module, kwargs: Mapping[str, Any], loss: OuterLoss | None = None
+    ) -> list[MicroBatch]:
         """The micro-batches of a call of ``module``, with its data flow.
 
         Raises:
             UnsupportedError: it needs parameters that this layout did not give to the stages.
         """
-        flow = self._flow(module, kwargs)
+        flow = self._flow(module, kwargs if loss is None else without_labels(kwargs))
         self._check_held(flow)
         if self.model.training:
             self.state.streams.next_step()
-        return [replace(micro, context=_Call(module, flow, self.state.streams.step)) for micro in micros]
+        return [replace(micro, context=_Call(module, flow, self.state.streams.step, loss)) for micro in micros]
 
     def with_own_cache(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Where the model would wrap a cache in its forward, which most stages end early: do it before."""
@@ -173,14 +188,22 @@ class ModelProgram:
     def _training_batch(self, batch: Mapping[str, Any]) -> list[MicroBatch]:
         self.runtime.refuse_open_loop()
         kwargs = {name: value for name, value in batch.items() if value is not None}
+        if self.state.mesh.tp.size > 1:  # otherwise the stages compare at the end of the batch, where they meet anyway
+            self.state.compare(kwargs).finish()
         _refuse_packed_without_mask(kwargs, self.model)
         kwargs["use_cache"] = False
         _refuse_trained_inputs(kwargs)
-        self.check_loss()
+        loss = self._outer_loss
+        if loss is None:
+            self.check_loss()
         micros = split_batch(kwargs, self.state.micro_batch_size)
-        micros = weigh_by_labels(micros, shift_labels=self.shifts_labels, divides_by_count=self.divides_by_count)
+        micros = weigh_by_labels(
+            micros,
+            shift_labels=self.shifts_labels if loss is None else loss.shift_labels,
+            divides_by_count=self.divides_by_count if loss is None else True,
+        )
         self.runtime.check(micros)
-        return self.prepared(micros, self.model, kwargs)
+        return self.prepared(micros, self.model, kwargs, loss)
 
     def check_loss(self) -> None:
         """Once for each loss function: the class's own, or one that was set on the model."""
@@ -258,11 +281,18 @@ def _refuse_packed_without_mask(kwargs: Mapping[str, Any], model: PreTrainedMode
 
 @dataclass(frozen=True)
 class _Call:
-    """What is called, the model or its encoder by itself in ``generate``; its data flow, and the step of its random streams."""
+    """What is called, the model or its encoder by itself in ``generate``; its data flow, and the step of its random streams.
+
+    loss: where it is not the model that computes it.
+    """
 
     module: nn.Module
     flow: DataFlow
     step: int
+    loss: OuterLoss | None = None
+
+    def arguments_of(self, micro: MicroBatch) -> dict[str, Any]:
+        return micro.kwargs if self.loss is None else without_labels(micro.kwargs)
 
 
 class _SharedGradients:
@@ -308,7 +338,7 @@ class _SharedGradients:
             ) from None
 
     def sum(self, parameters: list[nn.Parameter], gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Args and returns: one gradient per parameter, None where there is none."""
+        """Args and returns: one gradient per parameter, None where no stage has one."""
         together: dict[int, list[int]] = {}
         group_of = self._group_of() if self._sets else {}
         for index, parameter in enumerate(parameters):
@@ -316,12 +346,21 @@ class _SharedGradients:
             if group is not None:
                 together.setdefault(group, []).append(index)
         for group in sorted(together):
-            for index in together[group]:
-                if gradients[index] is None:
-                    gradients[index] = torch.zeros_like(parameters[index])
-            tensors = [_local(gradient) for index in together[group] if (gradient := gradients[index]) is not None]
-            all_reduce_together(tensors, self._groups[group])
+            self._sum_of_group(parameters, gradients, together[group], self._groups[group])
         return gradients
+
+    def _sum_of_group(
+        self, parameters: list[nn.Parameter], gradients: list[Tensor | None], indices: list[int], group: Any
+    ) -> None:
+        known = [gradients[index] for index in indices]
+        whole = [torch.zeros_like(parameters[i]) if found is None else found for i, found in zip(indices, known, strict=True)]
+        first = _local(whole[0])
+        num_users = torch.tensor([float(found is not None) for found in known], dtype=first.dtype, device=first.device)
+        all_reduce_together([num_users, *map(_local, whole)], group)
+        # A zero would let weight decay at a parameter that nobody has used. Who has used it need not wait for the answer.
+        unused = [count == 0 for count in num_users.tolist()] if any(found is None for found in known) else [False] * len(known)
+        for index, total, nobody in zip(indices, whole, unused, strict=True):
+            gradients[index] = None if nobody else total
 
 
 def _local(gradient: Tensor) -> Tensor:

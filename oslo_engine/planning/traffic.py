@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from oslo_engine.footprint.profile import SentValue
 from oslo_engine.footprint.resident import Held, Parameter
 from oslo_engine.footprint.workload import Workload
@@ -15,7 +17,7 @@ from oslo_engine.planning.stage_costs import StageCosts
 
 _BUCKET_BYTES = 32 << 20  # of ``all_reduce_together``
 _NUMBER = 8  # bytes of a number in a header or a loss message
-_LOSS_NUMBERS, _AGREED_NUMBERS = 5, 3
+_LOSS_NUMBERS, _AGREED_NUMBERS, _COMPARED_NUMBERS = 5, 3, 2
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,9 @@ def rank_messages(
     count = _Count()
     for stage in plan.stages_of(pp_rank):
         _count_stage(count, plan, stage, candidate.micro_batches, costs[stage], trains=workload.trains)
+    if plan.topology.tp > 1 and workload.trains:  # the ranks compare their batches, before each forward or pipeline batch
+        times = 1 if plan.topology.pp > 1 else candidate.micro_batches
+        count.add("tp", "allgather", times, times * _NUMBER * _COMPARED_NUMBERS)
     if plan.topology.pp > 1 and workload.trains:
         _count_losses(count, plan, pp_rank, candidate.micro_batches)
         _count_shared(count, held)
@@ -97,12 +102,16 @@ def _count_losses(count: _Count, plan: Plan, pp_rank: int, micro_batches: int) -
 
 
 def _count_shared(count: _Count, held: Held) -> None:
+    """With the gradients of parameters that several stages hold goes a number each, of the stages that have one."""
     by_holders: dict[tuple[int, ...], list[Parameter]] = defaultdict(list)
     for parameter in held.parameters:
         if len(parameter.holders) > 1:
             by_holders[parameter.holders].append(parameter)
     for together in by_holders.values():
-        count.add("shared", "allreduce", _num_buckets(together), sum(parameter.bytes for parameter in together))
+        dtype = together[0].dtype
+        users = Parameter(len(together) * getattr(torch, dtype).itemsize, dtype, together[0].holders)
+        sent = [users, *together]
+        count.add("shared", "allreduce", _num_buckets(sent), sum(parameter.bytes for parameter in sent))
 
 
 def _num_buckets(parameters: Iterable[Parameter]) -> int:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from oslo_engine.comm.mesh import Mesh
 from oslo_engine.comm.random import RandomStreams
+from oslo_engine.comm.same_batch import BatchComparison
 from oslo_engine.errors import PlanError
 from oslo_engine.plan.plan import Plan, TensorPlan
 from oslo_engine.rewrite.switch import Switch
@@ -26,7 +29,7 @@ class ParallelState:
     switch: who answers the calls of blocks while a pipeline stage runs.
     micro_batch_size: rows of a micro-batch.
     program: runs the stages of this rank (a ``pipeline.program.PipelineProgram``); None where pp == 1.
-    batches_compared: how many training batches the tp ranks have compared with one another.
+    batches_compared: how many batches the ranks have compared with one another.
     policy_hash: of what the policy said when the model was split; empty where there was none.
     unsplit: the whole model on meta, where something asked for its shapes.
     agreement: what makes the ranks go on together in the ``generate`` that runs just now.
@@ -52,6 +55,13 @@ class ParallelState:
         own = tuple(tensor for tensor in self.plan.tensors if tensor not in self.adapters)
         self.plan = dataclasses.replace(self.plan, tensors=(*own, *tensors))
         self.adapters, self.adapter_configs = tensors, configs
+
+    @torch.compiler.disable
+    def compare(self, batch: Mapping[str, Any]) -> BatchComparison:
+        """Ask, with all ranks of this copy of the model, whether they have the same batch. See ``BatchComparison``."""
+        self.batches_compared += 1
+        ranks = self.mesh.calls.model_ranks
+        return BatchComparison(batch, self.mesh.model, self.mesh.device, ranks=ranks, number=self.batches_compared)
 
     def held(self) -> list[TensorPlan]:
         """The tensors this rank holds, in the order of the model."""

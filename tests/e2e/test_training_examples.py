@@ -37,7 +37,7 @@ def run(launcher: str, ranks: int, example: str, *arguments: str) -> str:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
@@ -51,7 +51,7 @@ def losses(text: str) -> list[float]:
     ("launcher", "tp", "pp", "ranks"),
     [("torchrun", 1, 2, 2), pytest.param("torchrun", 2, 2, 4, marks=SLOW), pytest.param("accelerate", 2, 1, 4, marks=SLOW)],
 )
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 def test_gpt2_in_a_plain_loop(tmp_path: Path, launcher: str, tp: int, pp: int, ranks: int) -> None:
     said = run(launcher, ranks, "pretrain_gpt2", f"--tp={tp}", f"--pp={pp}", "--steps=8", f"--output={tmp_path}")
     found = losses(said)
@@ -61,7 +61,7 @@ def test_gpt2_in_a_plain_loop(tmp_path: Path, launcher: str, tp: int, pp: int, r
 
 
 @pytest.mark.parametrize(("tp", "pp", "ranks"), [(2, 1, 2), pytest.param(2, 2, 4, marks=SLOW)])
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 def test_t5_with_the_trainer(tmp_path: Path, tp: int, pp: int, ranks: int) -> None:
     said = run("torchrun", ranks, "finetune_t5", f"--tp={tp}", f"--pp={pp}", "--steps=8", f"--output={tmp_path}")
     found = losses(said)
@@ -73,7 +73,7 @@ def test_t5_with_the_trainer(tmp_path: Path, tp: int, pp: int, ranks: int) -> No
 
 @SLOW
 @NEEDS_DEEPSPEED
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1100)
 @pytest.mark.parametrize(
     ("launcher", "tp", "pp", "stage"),
     [("deepspeed", 2, 1, 1), ("deepspeed", 2, 1, 3), ("torchrun", 2, 2, 1), ("accelerate", 1, 2, 1)],

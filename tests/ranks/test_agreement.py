@@ -91,22 +91,58 @@ def test_models_with_different_weights_are_refused_on_all_ranks(rank_pool) -> No
         assert "torch.manual_seed" in message
 
 
-def train_on_different_batches(rows_differ: bool) -> tuple[str, float]:
-    rank = torch.distributed.get_rank()
-    model = oslo.parallelize(whole(), tp=2).eval()
-    message = ""
-    try:
-        model(**batch(rows=4 + rank * rows_differ, seed=rank)).loss.backward()
-    except BatchError as error:
-        message = str(error)
-    return message, float(model(**batch()).loss.detach())
+def changed(change: str) -> dict[str, torch.Tensor]:
+    """The batch of the last rank, which all others have otherwise."""
+    found = {name: value.clone() for name, value in batch(rows=32).items()}
+    if change == "one label":
+        found["labels"][17, 4] += 1
+    elif change == "other rows":
+        found = {name: value[:31] for name, value in found.items()}
+    elif change == "another order":
+        found = {name: value.roll(1, 0) for name, value in found.items()}
+    return found
 
 
-@pytest.mark.parametrize("rows_differ", [False, True])
-def test_different_batches_on_tensor_parallel_ranks_are_refused_and_the_next_is_right(rank_pool, rows_differ: bool) -> None:
-    wanted = whole().eval()(**batch()).loss.item()
-    for message, loss in rank_pool(2).run(train_on_different_batches, rows_differ):
+def train_on_different_batches(change: str, tp: int, pp: int, by: str) -> tuple[list[str], float]:
+    """What a rank is told of the fourth batch; the loss of the fifth."""
+    last = torch.distributed.get_rank() == tp * pp - 1
+    model = oslo.parallelize(whole(), tp=tp, pp=pp, micro_batch_size=16).eval()
+    messages = []
+    for number in range(4):
+        given = changed(change if last and number == 3 else "nothing")
+        try:
+            if by == "evaluation":
+                with torch.no_grad():
+                    model(**given)
+            else:
+                model.train_step(given)
+        except BatchError as error:
+            messages.append(str(error))
+    with torch.no_grad():
+        return messages, float(model(**changed("nothing")).loss)
+
+
+@pytest.mark.parametrize(
+    ("change", "tp", "pp", "by"),
+    [
+        ("one label", 2, 1, "training"),
+        ("another order", 2, 1, "training"),
+        ("other rows", 2, 1, "training"),
+        ("one label", 2, 2, "training"),
+        ("other rows", 2, 2, "training"),
+        ("one label", 2, 1, "evaluation"),
+        ("one label", 1, 2, "evaluation"),
+    ],
+)
+def test_different_batches_in_one_step_are_refused_on_all_ranks_and_the_next_is_right(
+    rank_pool, change: str, tp: int, pp: int, by: str
+) -> None:
+    wanted = whole().eval()(**changed("nothing")).loss.item()
+    for (message,), loss in rank_pool(tp * pp).run(train_on_different_batches, change, tp, pp, by):
         assert "different batches" in message
+        assert "batch 4 of" in message
+        assert ("other shapes" if change == "other rows" else "other values") in message
+        assert f"on rank {tp * pp - 1} than on rank 0" in message or f"on rank 0 than on rank {tp * pp - 1}" in message
         assert "num_replicas=model.mpu" in message
         assert loss == pytest.approx(wanted, rel=1e-5)
 

@@ -39,8 +39,8 @@ def compared(task: str, kind: str, **layout: Any) -> dict[str, Any]:
         return {"cannot be built": str(error)}
     fill(plain, 0)
     plain.eval()
-    batch = make_batch(plain.config, Shape(3, 11, 7), micro_batch_size=2, seed=0, model=plain)
-    batch = {name: value for name, value in batch.items() if name != "labels"}
+    given = make_batch(plain.config, Shape(3, 11, 7), micro_batch_size=2, seed=0, model=plain)
+    batch: dict[str, Any] = {name: value for name, value in given.items() if name != "labels"}
     if plain.config.is_encoder_decoder:
         batch["decoder_input_ids"] = batch["input_ids"].flip(1)
     batch["use_cache"] = False  # as in a pipeline that is given no cache: some models mask otherwise with one

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch.nn.parallel import DistributedDataParallel
 
 import oslo_engine as oslo
@@ -108,6 +109,45 @@ def data_parallel(tp: int, pp: int) -> tuple[dict[str, torch.Tensor], float]:
         norm = oslo.clip_grad_norm_(wrapped, 0.5)
         optimizer.step()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, norm.item()
+
+
+def asked(rows: int) -> dict[str, torch.Tensor]:
+    """Questions that have been looked up already, so that the embedding of encoder and decoder takes no part."""
+    generator = torch.Generator().manual_seed(2)
+    names = ("inputs_embeds", "decoder_inputs_embeds")
+    texts = {name: torch.randn(rows, LENGTH, small_models.HIDDEN, generator=generator) for name in names}
+    return {**texts, **{f"{name}_positions": torch.arange(rows) % LENGTH for name in ("start", "end")}}
+
+
+def t5_for_questions() -> Any:
+    _, config, _ = small_models.t5()
+    config.dropout_rate = 0.0
+    torch.manual_seed(0)
+    return transformers.T5ForQuestionAnswering(config).train()
+
+
+def without_gradient() -> tuple[list[str], list[int], bool]:
+    """The parameters that a step leaves alone, the stages that hold them, and whether they changed all the same."""
+    model = oslo.parallelize(t5_for_questions(), pp=4)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model.train_step(asked(4))
+    optimizer.step()
+    unused = {name: parameter for name, parameter in model.named_parameters() if parameter.grad is None}
+    plan = parallel_state(model).plan
+    same = all(torch.equal(before[name], parameter) for name, parameter in unused.items())
+    return [plan.tensor(name).name for name in unused], list(plan.holders(plan.tensor("shared.weight"))), same
+
+
+def test_a_shared_parameter_that_no_stage_uses_has_no_gradient_as_in_the_unsplit_model(rank_pool) -> None:
+    reference = t5_for_questions()
+    reference(**asked(4)).loss.backward()
+    assert [name for name, parameter in reference.named_parameters() if parameter.grad is None] == ["shared.weight"]
+    found = rank_pool(4).run(without_gradient)
+    assert all(same for _, _, same in found)
+    assert len(found[0][1]) == 2  # one of the encoder, one of the decoder
+    for rank, (names, holders, _) in enumerate(found):
+        assert names == (["shared.weight"] if rank in holders else [])
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])

@@ -106,7 +106,8 @@ def test_seq2seq_trainer_predicts_with_generate(rank_pool: Any, tmp_path: Path, 
 
 
 def outside_loss(folder: Path) -> str:
-    trainer = split_trainer(folder, 1, 2, label_smoothing_factor=0.1)
+    trainer = split_trainer(folder, 1, 2)
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs.logits.sum()
     with pytest.raises(UnsupportedError) as refused:
         trainer.train()
     return str(refused.value)
@@ -114,20 +115,44 @@ def outside_loss(folder: Path) -> str:
 
 def test_a_loss_from_outside_of_the_model_is_refused_in_a_pipeline(rank_pool: Any, tmp_path: Path) -> None:
     for message in rank_pool(2).run(outside_loss, tmp_path):
-        assert "label_smoothing_factor" in message
+        assert "compute_loss_func" in message
 
 
-def smoothed(folder: Path) -> list[float]:
-    trainer = split_trainer(folder, 2, 1, label_smoothing_factor=0.1)
+def smoothed(folder: Path, name: str, tp: int, pp: int, more: dict[str, Any]) -> tuple[list[float], list[float], float]:
+    trainer = split_trainer(folder, tp, pp, name, label_smoothing_factor=0.1, **more)
+    trainer.data_collator = for_decoder if name == "t5" else collate
     trainer.train()
-    return curve(trainer)
+    return curve(trainer), curve(trainer, "grad_norm"), trainer.evaluate()["eval_loss"]
 
 
-def test_label_smoothing_of_the_trainer_works_on_split_logits(rank_pool: Any, tmp_path: Path) -> None:
-    reference = reference_trainer(tmp_path, label_smoothing_factor=0.1)
+def for_decoder(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """As Transformers' collator makes them, since the model that makes them of labels gets none."""
+    batch = collate(rows)
+    return {**batch, "decoder_input_ids": batch["labels"].clamp(min=0).roll(1, -1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "pp", "accumulation"),
+    [
+        ("gpt2", 2, 1, 1),
+        ("gpt2", 1, 2, 2),
+        pytest.param("gpt2", 2, 2, 1, marks=SLOW),
+        pytest.param("t5", 1, 2, 1, marks=SLOW),
+        pytest.param("bert", 1, 2, 1, marks=SLOW),
+    ],
+)
+def test_label_smoothing_of_the_trainer_gives_the_curve_of_the_unsplit_model(
+    rank_pool: Any, tmp_path: Path, name: str, tp: int, pp: int, accumulation: int
+) -> None:
+    more = {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": 8 // accumulation}
+    reference = reference_trainer(tmp_path, name, label_smoothing_factor=0.1, **more)
+    reference.data_collator = for_decoder if name == "t5" else collate
     reference.train()
-    for losses in rank_pool(2).run(smoothed, tmp_path):
+    evaluated = reference.evaluate()["eval_loss"]
+    for losses, norms, loss in rank_pool(tp * pp).run(smoothed, tmp_path, name, tp, pp, more):
         assert losses == pytest.approx(curve(reference), rel=1e-4)
+        assert norms == pytest.approx(curve(reference, "grad_norm"), rel=1e-4)
+        assert loss == pytest.approx(evaluated, rel=1e-4)
 
 
 def accelerated(folder: Path) -> tuple[list[float], list[float], int]:

@@ -199,7 +199,7 @@ def test_fingerprint_tells_batches_apart() -> None:
     assert torch.equal(same, fingerprint(split_batch(batch | {"input_ids": ids(5)}, 2)))
     mask = torch.ones(5, 3, dtype=torch.bool)
     mask[4, 2] = False
-    for change in ({"input_ids": ids(5) + 1}, {"mask": mask}, {"scale": torch.tensor(0.25)}):
+    for change in ({"input_ids": ids(5) + 1}, {"input_ids": ids(5).roll(2, 0)}, {"mask": mask}, {"scale": torch.tensor(0.25)}):
         assert not torch.equal(same, fingerprint(split_batch(batch | change, 2)))
 
 
