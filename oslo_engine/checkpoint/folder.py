@@ -50,15 +50,48 @@ def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
         )
 
 
+class Verification:
+    """Comparing a checkpoint's files with their checksums on a thread of its own, from now on until ``with`` ends.
+
+    Where the work inside fails, it stops after the file at which it is.
+    """
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source, self._wanted = source, True
+        self._thread = ThreadPoolExecutor(1)
+        self._result = self._thread.submit(self._verify)
+
+    def __enter__(self) -> Verification:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._wanted = False
+        self._thread.shutdown()
+
+    def _verify(self) -> None:
+        parts = len(self._source.layout.file_names()) if isinstance(self._source, SplitSource) else 1
+        for part in range(parts):
+            if self._wanted:
+                self._source.verify(part, parts)
+
+    def so_far(self) -> None:
+        """Raise CheckpointError if a file was found to be altered."""
+        if self._result.done():
+            self._result.result()
+
+    def end(self) -> None:
+        """The same when all were compared."""
+        self._result.result()
+
+
 @contextlib.contextmanager
 def replacing(
-    target: Path, source: TensorSource, rest: list[Path], num_bytes: int, progress: Progress | None
+    target: Path, verification: Verification, rest: list[Path], num_bytes: int, progress: Progress | None
 ) -> Iterator[tuple[Path, Callable[[int], None]]]:
     """A folder to write a new checkpoint into, which is put in place at the end, if the source proves to be unaltered.
 
-    The source's files are compared with their checksums on a thread of their own meanwhile.
-
     Args:
+        verification: of the source.
         rest: files to be taken over as they are.
         num_bytes: of all tensors that will be written.
 
@@ -75,17 +108,15 @@ def replacing(
         done += more
         if progress is not None:
             progress(done, num_bytes)
-        if checked.done():
-            checked.result()
+        verification.so_far()
 
     try:
-        with abandoned_on_error(target), ThreadPoolExecutor(1) as beside:
+        with abandoned_on_error(target):
             staging = begin(target)
-            checked = beside.submit(source.verify)
             for path in rest:
                 shutil.copyfile(path, staging / path.name)
             yield staging, written
-            checked.result()
+            verification.end()
             commit(staging, target)
     except OSError as error:
         raise CheckpointError("cannot write the checkpoint", where=str(target), got=error.strerror or str(error)) from error

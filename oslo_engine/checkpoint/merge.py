@@ -17,7 +17,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oslo_engine.checkpoint.folder import Progress, check_target, model_of, other_files, replacing
+from oslo_engine.checkpoint.folder import Progress, Verification, check_target, model_of, other_files, replacing
 from oslo_engine.checkpoint.layout import Layout
 from oslo_engine.checkpoint.names import Recipe, recipes_for_saving
 from oslo_engine.checkpoint.safetensors_io import SafetensorsWriter, TensorSpec, size_of_file, write_order
@@ -62,7 +62,10 @@ def merge(
     sizes = merged.sizes() | {path.name: path.stat().st_size for path in rest}
     if not dry_run:
         num_bytes = sum(spec.num_bytes for spec in merged.specs.values())
-        with replacing(out_folder, source, rest, num_bytes, progress) as (staging, written):
+        with (
+            Verification(source) as verification,
+            replacing(out_folder, verification, rest, num_bytes, progress) as (staging, written),
+        ):
             merged.write(staging, written)
     return sizes
 

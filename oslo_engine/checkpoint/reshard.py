@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from oslo_engine.checkpoint.atomic import MANIFEST, sync
 from oslo_engine.checkpoint.complete import check_complete, made_by_class
-from oslo_engine.checkpoint.folder import Progress, check_target, model_of, other_files, replacing
+from oslo_engine.checkpoint.folder import Progress, Verification, check_target, model_of, other_files, replacing
 from oslo_engine.checkpoint.initialize import initialize_missing
 from oslo_engine.checkpoint.layout import FILE_NAMES, Layout, Serialization, TensorLayout, layout_of
 from oslo_engine.checkpoint.merged_names import with_merged_names
@@ -85,30 +85,22 @@ def reshard(
         )
     check_target(source_folder, out_folder, overwrite=overwrite)
     source = open_source(source_folder)
-    model = model_of(source_folder, source)
-    chosen = None if tp == pp == 1 and policy is None else find_policy(policy, model.config.model_type)
-    warn_of_another_policy(source, hash_of_policy(chosen))
-    plan = _plan(model, chosen, Topology(tp=tp, pp=pp), expert_split)
-    values = _Values(source, source_folder, model, plan)
-    layout = _layout(source, model, layout_of(plan, values.dtypes, serialization, policy_hash=hash_of_policy(chosen)))
-    rest = other_files(source_folder)
-    specs = {name: specs for pp_rank in range(pp) for name, specs in _specs_of_stage(layout, pp_rank).items()}
-    sizes = {name: size_of_file(specs) if serialization == "safetensors" else _bytes_in(specs) for name, specs in specs.items()}
-    sizes |= {path.name: path.stat().st_size for path in rest}
-    if dry_run:
-        return sizes
-    num_bytes = sum(map(_bytes_in, specs.values()))
-    with replacing(out_folder, source, rest, num_bytes, progress) as (staging, written):
-        copier = Copier(source, written)
-        with contextlib.ExitStack() as opened:
-            files: dict[str, Future[FileRecord]] = {}
-            for pp_rank in range(pp):
-                files |= _write_stage(layout, pp_rank, values, staging, copier, opened)
-            records = {name: record.result() for name, record in files.items()}
-        if serialization != "safetensors":
-            records = {name: _pickled(staging / (name + PART), staging / name) for name in records}
-        dataclasses.replace(layout, files=records).write(staging / MANIFEST)
-    return sizes
+    with contextlib.ExitStack() as stack:
+        verification = None if dry_run else stack.enter_context(Verification(source))  # while the model is planned, too
+        model = model_of(source_folder, source)
+        chosen = None if tp == pp == 1 and policy is None else find_policy(policy, model.config.model_type)
+        warn_of_another_policy(source, hash_of_policy(chosen))
+        plan = _plan(model, chosen, Topology(tp=tp, pp=pp), expert_split)
+        values = _Values(source, source_folder, model, plan)
+        layout = _layout(source, model, layout_of(plan, values.dtypes, serialization, policy_hash=hash_of_policy(chosen)))
+        rest = other_files(source_folder)
+        specs = _specs_of(layout)
+        if verification is not None:
+            num_bytes = sum(map(_bytes_in, specs.values()))
+            staging, written = stack.enter_context(replacing(out_folder, verification, rest, num_bytes, progress))
+            _write(layout, values, staging, Copier(source, written))
+    files = {name: size_of_file(each) if serialization == "safetensors" else _bytes_in(each) for name, each in specs.items()}
+    return files | {path.name: path.stat().st_size for path in rest}
 
 
 def _plan(model: PreTrainedModel, policy: Policy | None, topology: Topology, expert_split: str) -> Plan:
@@ -174,8 +166,12 @@ class _Values:
 # -- files
 
 
-def _specs_of_stage(layout: Layout, pp_rank: int) -> dict[str, dict[str, TensorSpec]]:
+def _specs_of(layout: Layout) -> dict[str, dict[str, TensorSpec]]:
     """By file: its tensors."""
+    return {name: specs for pp_rank in range(layout.pp) for name, specs in _specs_of_stage(layout, pp_rank).items()}
+
+
+def _specs_of_stage(layout: Layout, pp_rank: int) -> dict[str, dict[str, TensorSpec]]:
     return {
         layout.file_name(tp_rank, pp_rank): {t.name: t.local_spec(tp_rank) for t in layout.stored_in(tp_rank, pp_rank)}
         for tp_rank in range(layout.tp)
@@ -184,6 +180,18 @@ def _specs_of_stage(layout: Layout, pp_rank: int) -> dict[str, dict[str, TensorS
 
 def _bytes_in(specs: dict[str, TensorSpec]) -> int:
     return sum(spec.num_bytes for spec in specs.values())
+
+
+def _write(layout: Layout, values: _Values, folder: Path, copier: Copier) -> None:
+    """All files and the manifest."""
+    with contextlib.ExitStack() as opened:
+        files: dict[str, Future[FileRecord]] = {}
+        for pp_rank in range(layout.pp):
+            files |= _write_stage(layout, pp_rank, values, folder, copier, opened)
+        records = {name: record.result() for name, record in files.items()}
+    if layout.serialization != "safetensors":
+        records = {name: _pickled(folder / (name + PART), folder / name) for name in records}
+    dataclasses.replace(layout, files=records).write(folder / MANIFEST)
 
 
 def _write_stage(

@@ -13,7 +13,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from oslo_engine.checkpoint.ranges import (
     memory,
     resized,
 )
-from oslo_engine.checkpoint.writeback import begin_writeback
+from oslo_engine.checkpoint.writeback import begin_writeback, reserve
 from oslo_engine.errors import CheckpointError
 from oslo_engine.shards import Span
 
@@ -180,11 +180,15 @@ class SafetensorsWriter:
     Args:
         specs: the tensors in the file.
         metadata: further texts for the header.
+
+    Raises:
+        OSError: there is no place for it, which is found out before anything is written where the file system can tell.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec], *, metadata: Mapping[str, str] | None = None) -> None:
         header = _header_bytes(specs, metadata)
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115
+        reserve(self._file.fileno(), len(header) + sum(spec.num_bytes for spec in specs.values()))
         self._digest = hashlib.sha256()
         self._hasher = ThreadPoolExecutor(1)
         self._last: Future[None] | None = None
@@ -291,23 +295,6 @@ def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, in row-major order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memory(flat.view(torch.uint8))
-
-
-def runs_of_bytes(whole: Tensor, dim: int, spans: Sequence[Span]) -> Iterator[memoryview]:
-    """The bytes of the concatenation of ``spans`` along ``dim``, in row-major order, without a copy of more than a chunk.
-
-    Args:
-        whole: contiguous, on the CPU.
-    """
-    rows = whole.reshape(math.prod(whole.shape[:dim]), whole.shape[dim], -1)
-    num, item_bytes = rows.shape[0], rows.shape[2] * rows.element_size()
-    if num == 1:
-        yield from (as_bytes(rows[0, start:stop]) for start, stop in spans)
-        return
-    per_chunk = max(1, CHUNK_BYTES // max(1, sum(stop - start for start, stop in spans) * item_bytes))
-    for top in range(0, num, per_chunk):
-        pieces = [rows[top : top + per_chunk, start:stop] for start, stop in spans]
-        yield as_bytes(torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0])
 
 
 def record_of(path: Path) -> FileRecord:

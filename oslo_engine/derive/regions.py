@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from oslo_engine.derive.attributes import Case, Search
 from oslo_engine.derive.calls import named_arguments, observed, repeat, tensors_of
-from oslo_engine.derive.dependencies import Dependence, find_dependences, is_linear
+from oslo_engine.derive.dependencies import Dependence, Dependences
 from oslo_engine.derive.entry import Entry, find_entry
 from oslo_engine.derive.experts import ExpertSearch, find_weights, why_not_sum
 from oslo_engine.derive.norms import find_norms
+from oslo_engine.derive.probe import is_linear
 from oslo_engine.derive.specimen import Kind, Specimen
 from oslo_engine.derive.trial import Local, Truth, match_one, why_not
 from oslo_engine.derive.units import CutTensor, Layout, find_layout
@@ -81,6 +82,7 @@ class BlockSearch:
         ]
         self.cases = [Case(truth, tp, first) for truth, first in truths for tp in (_TP if first else _TP[:2])]
         self.truth = truths[0][0]
+        self._dependences = {id(truth.specimen): Dependences(truth.specimen, kind.block) for truth, _ in truths}
         with observed(self.modules) as calls:
             repeat(self.block, self.specimen.runs[0][kind.block])
         self.calls = calls
@@ -147,7 +149,7 @@ class BlockSearch:
     def _candidates(self, ends: set[str]) -> list[_Candidate]:
         skip = {name for name in self.done if name in self.modules} | self._repeated()
         found = []
-        for dependence in find_dependences(self.specimen, self.kind.block, ends=ends, skip=skip):
+        for dependence in self._dependences[id(self.specimen)].find(ends=ends, skip=skip):
             layout = find_layout(dependence)
             if isinstance(layout, str):
                 self.findings.refused[f"{self.kind.block}.{dependence.row}"] = layout
@@ -210,7 +212,7 @@ class BlockSearch:
         found = []
         for specimen in {id(case.truth): case.truth.specimen for case in self.cases if not case.first_size}.values():
             layouts = {}
-            for dependence in find_dependences(specimen, self.kind.block, ends=ends | set(candidate.inner), skip=skip):
+            for dependence in self._dependences[id(specimen)].find(ends=ends | set(candidate.inner), skip=skip):
                 if not isinstance(layout := find_layout(dependence), str):
                     layouts[dependence.row] = self._with_biases(layout, dependence)
             if candidate.row in layouts:

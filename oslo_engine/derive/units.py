@@ -15,7 +15,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from oslo_engine.derive.dependencies import Dependence, Source
+from oslo_engine.derive.dependencies import Dependence
+from oslo_engine.derive.probe import Source
 
 UNIT, GROUP, ALL = "unit", "group", "all"
 Label = tuple[str, int] | None

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from oslo_engine.derive.dependencies import is_linear, out_dim
+from oslo_engine.derive.probe import is_linear, out_dim
 from oslo_engine.derive.entry import Entry, common_module
 from oslo_engine.derive.numbers import is_number, names_of
 from oslo_engine.derive.trial import Local

@@ -6,7 +6,7 @@ Works on real and on fake tensors alike: what counts is the storage that an oper
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+Run = Callable[[Any, Any, Any], Any]
 Traffic = dict[str, tuple[int, int]]  # kind of collective -> (calls, bytes handed in)
 
 
@@ -32,11 +33,20 @@ class Segment:
     traffic: Traffic = field(default_factory=dict)
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts while it is on; tensors that were there before count once an operation returns them, unless ``leave_out``."""
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
 
-    def __init__(self) -> None:
+
+class LiveBytes(TorchDispatchMode):
+    """Counts while it is on; tensors that were there before count once an operation returns them, unless ``leave_out``.
+
+    Args:
+        run: computes an operation, of its arguments by position and by name.
+    """
+
+    def __init__(self, run: Run = _run) -> None:
         super().__init__()
+        self._run = run
         self.alive = 0
         self.segments: list[Segment] = []
         self._sizes: dict[int, int] = {}
@@ -73,10 +83,13 @@ class LiveBytes(TorchDispatchMode):
         self.segments[-1].traffic[kind] = (calls + 1, size + size_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._count(leaf)
+        out = self._run(func, args, kwargs or {})
+        if isinstance(out, Tensor):
+            self._count(out)
+        elif isinstance(out, (list, tuple)):
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, Tensor):
+                    self._count(leaf)
         return out
 
     def _count(self, tensor: Tensor) -> None:

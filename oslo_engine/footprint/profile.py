@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, masking_utils
 from oslo_engine.comm.random import RandomStreams
 from oslo_engine.errors import UnsupportedError
 from oslo_engine.footprint.live_bytes import LiveBytes, Segment
+from oslo_engine.footprint.outcomes import Outcomes
 from oslo_engine.footprint.stand_ins import lone_mesh
 from oslo_engine.footprint.workload import Workload
 from oslo_engine.plan.plan import Plan
@@ -28,6 +29,7 @@ from oslo_engine.rewrite.apply import apply_plan
 
 FAKE = torch.device("cpu")
 OUTSIDE = ""
+_OUTCOMES = Outcomes()
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def profile_step(model: PreTrainedModel, plan: Plan, workload: Workload) -> Step
     Raises:
         UnsupportedError: the model does not run on text alone, or asks for values.
     """
-    live = LiveBytes()
+    live = LiveBytes(_OUTCOMES.run)
     with FakeTensorMode(), torch.random.fork_rng(devices=[]):
         _make_fake(model)
         mesh = lone_mesh(plan.topology.tp, FAKE, live.note_collective)

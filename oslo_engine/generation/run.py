@@ -57,10 +57,11 @@ def _run(
     if given.get("streamer") is not None:
         given["streamer"] = GuardedStreamer(given["streamer"], agreement)
     before, state.agreement = state.agreement, agreement
-    shows_logits = bool(asked("output_logits")) and bool(asked("return_dict_in_generate"))
-    # A loop that is not Transformers' own may look at logits on every rank.
-    everywhere = shows_logits or has_own_generate(model) or any(asked(name) for name in _OTHER_LOOPS)
     program = state.program
+    shown = ("output_logits",) if program is None else ("output_logits", "output_hidden_states")
+    shows_outputs = bool(asked("return_dict_in_generate")) and any(asked(name) for name in shown)
+    # A loop that is not Transformers' own may look at logits on every rank.
+    everywhere = shows_outputs or has_own_generate(model) or any(asked(name) for name in _OTHER_LOOPS)
     agreement.several_stages = program is not None
     in_last_stage = state.mesh.at.pp_rank == state.plan.rank_of_stage[-1]
     heads = Heads(model, state.mesh.tp, computes=in_last_stage)

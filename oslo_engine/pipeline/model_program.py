@@ -34,7 +34,8 @@ from oslo_engine.rewrite.flows import FlowBook
 from oslo_engine.rewrite.skeleton import cache_argument
 from oslo_engine.rewrite.state import ParallelState
 
-_COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
+_HIDDEN_STATES = "output_hidden_states"
+_INSIDE = ("output_attentions", "output_router_logits")  # what models collect inside their blocks
 
 
 class ModelProgram:
@@ -87,7 +88,7 @@ class ModelProgram:
                 return run.outgoing()
         if call.loss is not None:
             output["loss"] = call.loss.compute(output, micro.kwargs[LABELS], micro.kwargs.get("num_items_in_batch"))
-        return output
+        return run.finished(output)
 
     def _with_cache_of(self, stage: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         cache = find_cache(kwargs)
@@ -103,9 +104,9 @@ class ModelProgram:
 
     def forward(self, kwargs: dict[str, Any]) -> Any:
         """The model's forward: a ``PipelineLoop`` where gradients are enabled, else the outputs of the whole batch."""
-        self._refuse_collected(kwargs)
         if not torch.is_grad_enabled():
-            return evaluate(self, self.model, kwargs)
+            return evaluate(self, self.model, self._collecting(kwargs))
+        self._refuse_in_training(kwargs)
         return self.open_loop(kwargs)
 
     def open_loop(self, batch: Mapping[str, Any]) -> PipelineLoop:
@@ -113,7 +114,7 @@ class ModelProgram:
         return open_loop(self.runtime, micros)
 
     def train_step(self, batch: Mapping[str, Any]) -> Tensor:
-        self._refuse_collected(batch)
+        self._refuse_in_training(batch)
         return train_step(self.runtime, self._training_batch(batch))
 
     @contextmanager
@@ -216,14 +217,32 @@ class ModelProgram:
             self.divides_by_count = divides_by_count(twin)
             self._loss_checked = chosen
 
-    def _refuse_collected(self, kwargs: Mapping[str, Any]) -> None:
-        wanted = [name for name in _COLLECTED if kwargs.get(name, getattr(self.model.config, name, False))]
-        if wanted:
+    def _collecting(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """With ``output_hidden_states`` among the arguments, where the model's config asks for them too."""
+        if inside := self._asked(kwargs, _INSIDE):
             raise UnsupportedError(
                 "what a model collects inside its blocks is not gathered from the pipeline's stages",
-                got=", ".join(f"{name}=True" for name in wanted),
+                got=inside,
                 hint="leave it off, or use pp=1",
             )
+        wanted = kwargs.get(_HIDDEN_STATES, getattr(self.model.config, _HIDDEN_STATES, False))
+        if wanted and not isinstance(wanted, bool):
+            raise UnsupportedError(
+                "a pipeline returns all hidden states or none", got=f"{_HIDDEN_STATES}={wanted!r}", hint="pass True"
+            )
+        return {**kwargs, _HIDDEN_STATES: True} if wanted else kwargs
+
+    def _refuse_in_training(self, kwargs: Mapping[str, Any]) -> None:
+        if collected := self._asked(kwargs, (_HIDDEN_STATES, *_INSIDE)):
+            raise UnsupportedError(
+                "a pipeline that trains hands out losses, and nothing that the model collects on the way",
+                got=collected,
+                hint="leave it off; call the model under torch.no_grad(), or use pp=1",
+            )
+
+    def _asked(self, kwargs: Mapping[str, Any], names: Sequence[str]) -> str:
+        asked = [name for name in names if kwargs.get(name, getattr(self.model.config, name, False))]
+        return ", ".join(f"{name}=True" for name in asked)
 
     def _check_held(self, flow: DataFlow) -> None:
         for stage, names in enumerate(flow.live_parameters):  # of all stages: every rank says the same

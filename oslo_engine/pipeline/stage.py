@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,8 +15,10 @@ from oslo_engine.comm.random import RandomStreams
 from oslo_engine.errors import PipelineError
 from oslo_engine.pipeline.ghost_cache import feed_ghosts
 from oslo_engine.rewrite.cache_calls import find_cache, first_tensor
-from oslo_engine.rewrite.dataflow import Call, DataFlow, Value
+from oslo_engine.rewrite.collected import Collected
+from oslo_engine.rewrite.dataflow import Call, DataFlow
 from oslo_engine.rewrite.structure import Path, Structure, TensorSlot, arguments_of, at, rebuild
+from oslo_engine.rewrite.values import Value
 
 
 class StageDone(Exception):
@@ -48,7 +50,7 @@ class StageRun:
         self.model, self.twin, self.flow, self.stage, self.streams = model, twin, flow, stage, streams
         self.values: dict[Value, Tensor] = dict(zip(flow.carried[stage], received, strict=True))
         self.is_last = stage == flow.num_stages - 1
-        self.wanted = () if self.is_last else flow.carried[stage + 1]
+        self.wanted = _own_collected(flow) if self.is_last else flow.carried[stage + 1]
         self.numbers = {call: number for number, call in enumerate(flow.calls)}
         self.last_own = max((number for number, owner in enumerate(flow.stage_of_call) if owner == stage), default=None)
         self.drawn_alike = {(draw.module, draw.nth) for draw in flow.random_in_several_stages}
@@ -98,6 +100,29 @@ class StageRun:
             )
         return tuple(self.values[value] for value in self.wanted)
 
+    def finished(self, output: Any) -> Any:
+        """The model's output, with the hidden states of all stages where they were asked for."""
+        for one in self.flow.collected:
+            output[one.key] = self._hidden_states(one, output[one.key])
+        return output
+
+    def _hidden_states(self, wanted: Collected, computed: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """``computed`` lacks those of other stages, or has stand-ins for them; what this stage computed is at its end."""
+        total, states = len(wanted.entries), []
+        for index, value in enumerate(wanted.entries):
+            if value is None and total - index <= len(computed):
+                states.append(computed[index - total])
+            elif value in self.values:
+                states.append(self.values[value])
+            else:
+                raise PipelineError(
+                    "a hidden state is not among what the stages of a pipeline compute",
+                    where=f"{wanted.key}[{index}]",
+                    expected="what a block was given or returned, or what is computed behind the last block",
+                    hint="leave output_hidden_states off, or use pp=1",
+                )
+        return tuple(states)
+
     def _outside(self, name: str, nth: int, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in self.flow.dead_modules[self.stage]:
             return _zeros(self.twin.get_submodule(name), args, kwargs, self.streams.device)
@@ -135,6 +160,12 @@ class StageRun:
         for entry in self.flow.written[number]:
             at(arguments, entry.path)[entry.key] = build(entry.value, (*entry.path, entry.key), written=True)
         return build(self.flow.outputs[number])
+
+
+def _own_collected(flow: DataFlow) -> tuple[Value, ...]:
+    """What the last stage's own blocks give of the hidden states that are returned."""
+    values = (value for one in flow.collected for value in one.entries if value is not None)
+    return tuple(value for value in values if flow.stage_of_call[value.call] == flow.num_stages - 1)
 
 
 def _nothing(slot: TensorSlot, like: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from oslo_engine.footprint.resident import Held, held_by_ranks
 from oslo_engine.footprint.shorten import Shortened, shorten
 from oslo_engine.footprint.workload import Workload
 from oslo_engine.pipeline.orders import rank_of_stage
-from oslo_engine.plan.match import Match, match_policy
 from oslo_engine.plan.plan import Plan
+from oslo_engine.plan.survey import Prepared, prepare
 from oslo_engine.planning.stage_costs import BlockCosts, with_rows
 from oslo_engine.policy.registry import find_policy, policies_by_model_type
 from oslo_engine.policy.schema import Policy
@@ -61,7 +61,7 @@ class ModelPlans:
         known = policy is not None or model_type in policies_by_model_type()
         self.policy = find_policy(policy, model_type) if known else None
         self._laid: dict[Any, Laid | OsloError] = {}
-        self._matches: dict[int, Match] = {}
+        self._prepared: dict[int, Prepared] = {}
         self._profiles: dict[Any, StepProfile] = {}
         self._costs: dict[Any, BlockCosts] = {}
 
@@ -124,12 +124,11 @@ class ModelPlans:
             self._profiles[key] = profile_step(short, plan.plan, workload)
         return self._profiles[key]
 
-    def _match(self, tp: int) -> Match | None:
-        if self.policy is None:
-            return None
-        if tp not in self._matches:
-            self._matches[tp] = match_policy(self.model, self.policy, tp)
-        return self._matches[tp]
+    def _prepared_for(self, tp: int) -> Prepared:
+        if tp not in self._prepared:
+            survey = next((known.survey for known in self._prepared.values()), None)
+            self._prepared[tp] = prepare(self.model, self.policy, tp, survey=survey)
+        return self._prepared[tp]
 
     def _make(self, tp: int, pp: int, schedule: str, stages: tuple[int, ...]) -> Laid:
         if self.policy is None and tp * pp > 1:
@@ -145,7 +144,7 @@ class ModelPlans:
             schedule=schedule,
             rank_of_stage=stages,
             flows=self._flows if pp > 1 else None,
-            match=self._match(tp),
+            prepared=self._prepared_for(tp),
         )
         if layout.flows is None:
             return Laid(layout.plan)

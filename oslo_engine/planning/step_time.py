@@ -58,7 +58,7 @@ def step_time(plan: Plan, question: Question, candidate: Candidate, ranks: Seque
         for (axis, kind), messages in rank.messages.items():
             carried = messages.bytes * _times_on_the_wire(kind, _group_size(axis, candidate))
             own[axis] = own.get(axis, 0.0) + carried / question.cluster.bytes_per_s(_reach(axis, candidate))
-        sending = {axis: max(sending.get(axis, 0.0), own.get(axis, 0.0)) for axis in {*sending, *own}}
+        sending |= {axis: max(sending.get(axis, 0.0), seconds) for axis, seconds in own.items()}
     kinds = {"compute": computing, "bubble": waiting, **{f"{axis} messages": seconds for axis, seconds in sending.items()}}
     return StepTime(computing, bubble, sum(kinds.values()), max(kinds, key=lambda kind: kinds[kind]))
 

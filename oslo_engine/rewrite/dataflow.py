@@ -13,7 +13,6 @@ Everything else that the walk passes (masks, position ids, a norm between encode
 from __future__ import annotations
 
 import bisect
-import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,23 +22,10 @@ from torch import fx
 
 from oslo_engine.errors import PlanError
 from oslo_engine.rewrite.cache_calls import CacheCall
-from oslo_engine.rewrite.record import BlockCall, Recording, Span, WrittenKey
-from oslo_engine.rewrite.structure import Path, Structure, Written
-
-
-@dataclass(frozen=True, order=True)
-class Value:
-    """A tensor that a block call gave.
-
-    Attributes:
-        call: number of the call.
-        path: leads to it in the call's output or, if ``written``, in its arguments after the call: ("kwargs", "kv", "full").
-        written: the block put it into a dict or list among its arguments.
-    """
-
-    call: int
-    path: Path
-    written: bool = False
+from oslo_engine.rewrite.collected import Collected, collected_in, computed_output
+from oslo_engine.rewrite.record import BlockCall, Recording, Span
+from oslo_engine.rewrite.structure import Structure, Written
+from oslo_engine.rewrite.values import Value, value_of
 
 
 @dataclass(frozen=True, order=True)
@@ -87,6 +73,7 @@ class DataFlow:
             a call may be answered with one expanded zero. A module is dead or alive as a whole: if one of its calls is
             needed its parameters are there, so the others can run too.
         random_in_several_stages: draws that must agree between stages.
+        collected: hidden states in the model's output.
         wraps_cache: see ``Recording``.
     """
 
@@ -102,6 +89,7 @@ class DataFlow:
     live_buffers: tuple[tuple[str, ...], ...]
     dead_modules: tuple[tuple[str, ...], ...]
     random_in_several_stages: tuple[SharedRandom, ...]
+    collected: tuple[Collected, ...]
     wraps_cache: bool
 
     def to_json(self) -> dict[str, Any]:
@@ -113,10 +101,7 @@ class DataFlow:
             "outputs": [structure.to_json() for structure in self.outputs],
             "written": [[entry.to_json() for entry in entries] for entries in self.written],
             "cached": [[call.to_json() for call in calls] for calls in self.cached],
-            "carried": [
-                [{"call": value.call, "path": list(value.path), "written": value.written} for value in values]
-                for values in self.carried
-            ],
+            "carried": [[value.to_json() for value in values] for values in self.carried],
             "blocks_of_stage": [list(names) for names in self.blocks_of_stage],
             "live_parameters": [list(names) for names in self.live_parameters],
             "live_buffers": [list(names) for names in self.live_buffers],
@@ -125,6 +110,7 @@ class DataFlow:
                 {"module": r.module, "nth": r.nth, "op": r.op, "index": r.index, "stages": list(r.stages)}
                 for r in self.random_in_several_stages
             ],
+            "collected": [one.to_json() for one in self.collected],
             "wraps_cache": self.wraps_cache,
         }
 
@@ -160,12 +146,13 @@ def analyze(recording: Recording, stage_of_call: Sequence[int], num_stages: int)
         outputs=tuple(call.output for call in recording.calls),
         written=tuple(call.written for call in recording.calls),
         cached=tuple(call.cached for call in recording.calls),
-        carried=tuple(tuple(sorted(values, key=_in_order)) for values in received),
+        carried=tuple(tuple(sorted(values, key=lambda value: value.order)) for values in received),
         blocks_of_stage=tuple(tuple(dict.fromkeys(call.name for call in stage.own_calls)) for stage in stages),
         live_parameters=tuple(stage.names_read(buffers=False) for stage in stages),
         live_buffers=tuple(stage.names_read(buffers=True) for stage in stages),
         dead_modules=tuple(stage.dead_modules for stage in stages),
         random_in_several_stages=tuple(_shared_random(recording, stages)),
+        collected=stages[-1].collected,
         wraps_cache=recording.wraps_cache,
     )
 
@@ -189,8 +176,11 @@ class _Stage:
         self.live: set[fx.Node] = set()
         self._results: set[fx.Node] = set()
         self.needs: set[Value] = set()
-        roots = [call.node for call in self.own_calls] + [node for node in self._nodes if node.op == "output" and is_last]
-        self._walk_back(argument for root in roots for argument in root.all_input_nodes)
+        self.collected = collected_in(recording) if is_last else ()
+        self.needs |= {value for one in self.collected for value in one.entries if value is not None}
+        self._walk_back(argument for call in self.own_calls for argument in call.node.all_input_nodes)
+        if is_last:
+            self._walk_back(computed_output(recording, self.collected))
         self._add_reads()
         self.dead_modules = self._dead_modules()
 
@@ -277,25 +267,9 @@ class _Stage:
             )
 
 
-def value_of(node: fx.Node) -> Value | None:
-    """The block result that a node stands for; None if it is something else."""
-    path: list[int | str] = []
-    while node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        key: Any = node.args[1]
-        if isinstance(key, WrittenKey):
-            return Value(node.args[0].meta["call"], key.path, written=True)
-        path.insert(0, key)
-        node = node.args[0]
-    return Value(node.meta["call"], tuple(path)) if node.op == "call_module" else None
-
-
 def _any_between(positions: Sequence[int], span: Span) -> bool:
     index = bisect.bisect_left(positions, span.first)
     return index < len(positions) and positions[index] < span.last
-
-
-def _in_order(value: Value) -> tuple[int, bool, tuple[str, ...]]:
-    return value.call, value.written, tuple(f"{key:06d}" if isinstance(key, int) else key for key in value.path)
 
 
 def _shared_random(recording: Recording, stages: Sequence[_Stage]) -> Iterator[SharedRandom]:

@@ -17,12 +17,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from oslo_engine.errors import OsloError, PlanError
+from oslo_engine.rewrite.collected import check_collected
 from oslo_engine.rewrite.dataflow import DataFlow, analyze
 from oslo_engine.rewrite.meta_weights import without_weights
 from oslo_engine.rewrite.record import Recording, record
 from oslo_engine.rewrite.skeleton import Mode, cache_argument, example_inputs
 
 Signature = tuple[Any, ...]
+_TEXTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
 _ROWS, _LENGTH = 2, 8  # of the batches that are recorded
 
 
@@ -96,10 +98,14 @@ class FlowBook:
             training: whether the model is in training mode.
             root: the submodule that is called; "" for the model.
         """
-        signature = (root, training, *sorted((name, _kind(value)) for name, value in inputs.items() if value is not None))
+        kinds = sorted((name, _kind(value)) for name, value in inputs.items() if value is not None)
+        collects = bool(inputs.get("output_hidden_states"))
+        texts = [(name, value.shape) for name in _TEXTS if isinstance(value := inputs.get(name), Tensor)] if collects else []
+        signature = (root, training, *texts, *kinds)
         if signature not in self._flows:
             self.twin.train(training)
-            self._flows[signature] = self._analyze(self._record(inputs, root))
+            recording = self._record_collecting(inputs, root) if collects else self._record(inputs, root)
+            self._flows[signature] = self._analyze(recording)
         return self._flows[signature]
 
     def _record(self, inputs: Mapping[str, Any], root: str) -> Recording:
@@ -109,6 +115,13 @@ class FlowBook:
             raise
         except Exception:  # whatever a model's own code raises that takes texts of one length only
             return record(self.twin, self.blocks, small_inputs(self.twin, inputs, root, shorten=False), root=root)
+
+    def _record_collecting(self, inputs: Mapping[str, Any], root: str) -> Recording:
+        """At the lengths of this call: some models pad a text, and cut what they padded off what they return."""
+        inputs = small_inputs(self.twin, inputs, root, shorten=False)
+        recording = record(self.twin, self.blocks, inputs, root=root, replay=False)
+        check_collected(recording)
+        return recording
 
     def _record_usual_calls(self) -> list[Recording]:
         self.twin.train()

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from oslo_engine.errors import PlanError, UnsupportedError
 from oslo_engine.plan.build import build_plan
-from oslo_engine.plan.match import Match, match_policy
 from oslo_engine.plan.plan import Plan
 from oslo_engine.plan.stages import assign_stages
+from oslo_engine.plan.survey import Prepared, prepare
 from oslo_engine.policy.schema import Policy
 from oslo_engine.rewrite.flows import FlowBook
 from oslo_engine.rewrite.skeleton import skeleton
@@ -46,7 +45,7 @@ def plan_model(
     sequence_parallel: bool = False,
     expert_split: str = "inner",
     flows: FlowBook | None = None,
-    match: Match | None = None,
+    prepared: Prepared | None = None,
 ) -> Layout:
     """Plan a model for all ranks of a topology; no process group, no weights.
 
@@ -56,22 +55,22 @@ def plan_model(
         rank_of_stage: the pp rank that runs each stage; their number is the number of stages.
         expert_split: how mixtures of experts are divided, see ``match_policy``.
         flows: recordings of this model from an earlier layout, whose cuts are forgotten; by default it is recorded.
-        match: of this model, policy, tp and split of experts, from an earlier layout; by default it is made.
+        prepared: of this model, policy, tp and split of experts, from an earlier layout; by default it is made.
 
     Raises:
         PolicyError, PlanError: see ``match_policy`` and ``assign_stages``.
     """
     _check_options(policy, model.config, topology, sequence_parallel, expert_split)
-    if match is None:
-        match = Match() if policy is None else match_policy(model, policy, topology.tp, expert_split=expert_split)
-    blocks = [block for stack in match.stacks.values() for block in stack]
+    if prepared is None:
+        prepared = prepare(model, policy, topology.tp, expert_split=expert_split)
+    blocks = [block for stack in prepared.match.stacks.values() for block in stack]
     num_stages = len(rank_of_stage)
 
     def build(calls: Sequence[tuple[str, int]], stage_of_call: Sequence[int], live_tensors: Sequence[Collection[str]]) -> Plan:
         return build_plan(
-            model,
+            type(model).__name__,
             policy.name if policy else "none",
-            match,
+            prepared,
             topology,
             schedule=schedule,
             sequence_parallel=sequence_parallel,
@@ -85,16 +84,15 @@ def plan_model(
         return Layout(build([(block, 0) for block in blocks], [0] * len(blocks), [[]]))
     flows = flows or FlowBook(skeleton(model, dtype=model.dtype), blocks)
     calls = flows.calls()
-    head = model.get_output_embeddings()
     stage_of_call = assign_stages(
-        [_numel(model.get_submodule(name)) for name, _ in calls],
+        [prepared.survey.sizes[name] for name, _ in calls],
         num_stages,
-        last_cost=0 if head is None else _numel(head),
+        last_cost=prepared.survey.head_size,
         per_rank=num_stages // topology.pp,
         what=type(model).__name__,
     )
     flows.place(dict(zip(calls, stage_of_call, strict=True)), num_stages)
-    outer = dict.fromkeys((*_outer_modules(model, blocks), *flows.shared_random_modules()))
+    outer = dict.fromkeys((*prepared.survey.outer_modules, *flows.shared_random_modules()))
     return Layout(build(calls, stage_of_call, flows.live_tensors()), tuple(outer), flows)
 
 
@@ -131,16 +129,3 @@ def _check_refusals(policy: Policy, config: Any) -> None:
             raise UnsupportedError(
                 f"this architecture cannot be cut while {package} is installed", where=policy.origin, got=why
             )
-
-
-def _outer_modules(model: PreTrainedModel, blocks: list[str]) -> tuple[str, ...]:
-    inside = {id(module) for block in blocks for module in model.get_submodule(block).modules()}
-    return tuple(
-        name
-        for name, module in model.named_modules()
-        if name and id(module) not in inside and any(True for _ in module.parameters(recurse=False))
-    )
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -118,7 +118,9 @@ class Recording:
         return tuple(node for node in self.graph.nodes if node.meta.get("read"))
 
 
-def record(model: PreTrainedModel, leaves: Sequence[str], inputs: Mapping[str, Any], *, root: str = "") -> Recording:
+def record(
+    model: PreTrainedModel, leaves: Sequence[str], inputs: Mapping[str, Any], *, root: str = "", replay: bool = True
+) -> Recording:
     """Run ``model`` once and write down its data flow.
 
     Args:
@@ -126,6 +128,7 @@ def record(model: PreTrainedModel, leaves: Sequence[str], inputs: Mapping[str, A
         leaves: names of the blocks, relative to ``model``.
         inputs: keyword arguments, small and real: tensors, numbers, model outputs, a cache (which is filled, as always).
         root: name of the submodule to call instead of the whole model, for instance the encoder.
+        replay: whether blocks that are alike may be run once; not where hooks inside them collect something.
 
     Returns:
         The recording. Its size does not depend on the model's weights.
@@ -139,16 +142,16 @@ def record(model: PreTrainedModel, leaves: Sequence[str], inputs: Mapping[str, A
     blocks = _blocks(model, leaves)
     called = _submodule(model, root, "the module to record does not exist")
     with without_weights(model) as weights:
-        return _Recorder(model, blocks, weights).run(called, inputs)
+        return _Recorder(model, blocks, weights, replay=replay).run(called, inputs)
 
 
 class _Recorder:
     """Wraps the forward of all blocks and of all modules outside them; ``without_weights`` takes the wrappers off again."""
 
-    def __init__(self, model: nn.Module, blocks: dict[str, nn.Module], weights: MetaWeights) -> None:
+    def __init__(self, model: nn.Module, blocks: dict[str, nn.Module], weights: MetaWeights, *, replay: bool) -> None:
         self._aliases, self._buffers, names = _tensor_names(model)
         self._tape = Tape(names, weights)
-        self._replay = Replay(blocks)
+        self._replay, self._replays = Replay(blocks), replay
         self._calls: list[BlockCall] = []
         self._spans: list[Span] = []
         self._counts: Counter[str] = Counter()
@@ -222,7 +225,7 @@ class _Recorder:
         node = tape.enter_block(name, arguments)
         cached: list[CacheCall] = []
         try:
-            signature = self._replay.signature(name, arguments)
+            signature = self._replay.signature(name, arguments) if self._replays else None
             if signature in self._replay.answers:
                 output, structure, reads = self._replay.answer(signature, arguments)
                 written: tuple[Written, ...] = ()

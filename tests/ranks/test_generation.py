@@ -239,7 +239,7 @@ def shown(tp: int, pp: int) -> dict[str, float]:
     """Largest error of what ``generate`` shows."""
     reference, model = whole("gpt2"), oslo.parallelize(whole("gpt2"), tp=tp, pp=pp).eval()
     settings: dict[str, Any] = {"max_new_tokens": NEW, "pad_token_id": 0, "return_dict_in_generate": True}
-    settings |= {"output_scores": True, "output_logits": True, "output_hidden_states": pp == 1}
+    settings |= {"output_scores": True, "output_logits": True, "output_hidden_states": True}
     found = {}
     for title, more in {"greedy": {}, "sampling": {"do_sample": True, "top_k": 0}, "beams": {"num_beams": 2}}.items():
         torch.manual_seed(4)
@@ -250,34 +250,17 @@ def shown(tp: int, pp: int) -> dict[str, float]:
         for name in ("scores", "logits"):
             pairs = zip(got[name], wanted[name], strict=True)
             found[f"{title} {name}"] = max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
-        if pp == 1:
-            states = [
-                (a, b)
-                for ours, theirs in zip(got.hidden_states, wanted.hidden_states, strict=True)
-                for a, b in zip(ours, theirs, strict=True)
-            ]
-            found[f"{title} hidden states"] = max(float((a - b).abs().max()) for a, b in states)
+        steps = zip(got.hidden_states, wanted.hidden_states, strict=True)
+        states = [pair for ours, theirs in steps for pair in zip(ours, theirs, strict=True)]
+        found[f"{title} hidden states"] = max(float((a - b).abs().max()) for a, b in states)
     return found
 
 
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
 def test_scores_logits_and_hidden_states_are_those_of_the_unsplit_model(rank_pool, tp: int, pp: int) -> None:
     for errors in rank_pool(2).run(shown, tp, pp):
-        assert len(errors) == (9 if pp == 1 else 6)
+        assert len(errors) == 9
         assert max(errors.values()) < 1e-4, errors
-
-
-def asks_for_hidden_states() -> str:
-    model = oslo.parallelize(whole("gpt2"), pp=2).eval()
-    try:
-        model.generate(prompts(1), max_new_tokens=2, return_dict_in_generate=True, output_hidden_states=True)
-    except UnsupportedError as error:
-        return str(error)
-    return ""
-
-
-def test_hidden_states_of_a_pipeline_are_refused(rank_pool) -> None:
-    assert all("output_hidden_states" in message for message in rank_pool(2).run(asks_for_hidden_states))
 
 
 GROUPED: dict[str, Way] = {

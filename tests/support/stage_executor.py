@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from oslo_engine.rewrite.dataflow import Call, DataFlow, Value
+from oslo_engine.rewrite.dataflow import Call, DataFlow
 from oslo_engine.rewrite.structure import Path, Structure, TensorSlot, arguments_of, at, rebuild, walk
+from oslo_engine.rewrite.values import Value
 
 
 class StageDone(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from oslo_engine.checkpoint import ranges, safetensors_io
+from oslo_engine.checkpoint import ranges, safetensors_io, writeback
 from oslo_engine.checkpoint.safetensors_io import DTYPES, SafetensorsFile, TensorSpec, record_of, write_safetensors
 from oslo_engine.errors import CheckpointError
 
@@ -112,6 +113,36 @@ def test_reads_larger_than_one_call_are_put_together(tmp_path: Path, monkeypatch
     x = torch.randn(11, 3)
     write_safetensors(tmp_path / "a.safetensors", {"x": TensorSpec(x.dtype, (11, 3))}, lambda name: x)
     assert torch.equal(SafetensorsFile(tmp_path / "a.safetensors").read("x"), x)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fallocate")
+def test_a_file_for_which_there_is_no_place_is_refused_before_anything_is_asked_for(tmp_path: Path) -> None:
+    import resource
+
+    specs = {name: TensorSpec(torch.float32, (1 << 18,)) for name in "abcde"}
+    asked: list[str] = []
+
+    def read(name: str) -> torch.Tensor:
+        asked.append(name)
+        return torch.zeros(1 << 18)
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 22, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_safetensors(tmp_path / "five", specs, read)
+        assert asked == []
+        write_safetensors(tmp_path / "three", {name: specs[name] for name in "abc"}, read)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert asked == ["a", "b", "c"]
+
+
+def test_where_no_place_can_be_reserved_files_are_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writeback, "_function", lambda *signature: None)
+    tensors = some_tensors()
+    write_safetensors(tmp_path / "a.safetensors", specs_of(tensors), tensors.__getitem__)
+    assert set(load_file(tmp_path / "a.safetensors")) == set(some_tensors())
 
 
 def test_a_tensor_of_another_shape_is_not_written(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from oslo_engine.errors import PlanError
-from oslo_engine.rewrite.dataflow import Call, DataFlow, SharedRandom, Value, analyze
+from oslo_engine.rewrite.dataflow import Call, DataFlow, SharedRandom, analyze
 from oslo_engine.rewrite.record import Recording, record
 from oslo_engine.rewrite.skeleton import example_inputs, skeleton
+from oslo_engine.rewrite.values import Value
 from small_models import SMALL
 from stage_executor import run_stages
 
@@ -101,7 +102,9 @@ def test_keys_and_values_that_later_blocks_reuse_are_carried() -> None:
 def test_what_only_the_output_needs_is_handed_through_all_stages() -> None:
     recording = recording_of("llama", "forward", {"output_hidden_states": True})
     first, second, third = (Value(call, ()) for call in (0, 1, 2))
-    assert analyze(recording, [0, 1, 2, 3], 4).carried == ((), (first,), (first, second), (first, second, third))
+    embedded = Value(0, ("args", 0), written=True)  # the first block is given them
+    carried = ((first, embedded), (first, embedded, second), (first, embedded, second, third))
+    assert analyze(recording, [0, 1, 2, 3], 4).carried == ((), *carried)
 
 
 # ---------------------------------------------------------------- what a stage holds

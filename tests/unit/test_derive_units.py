@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from oslo_engine.derive.calls import observed
-from oslo_engine.derive.dependencies import find_dependences
+from oslo_engine.derive.dependencies import Dependences
 from oslo_engine.derive.specimen import Kind, Specimen
 from oslo_engine.derive.units import Layout, Part, find_layout
 from oslo_engine.tiny.fill import fill
@@ -125,7 +125,7 @@ def specimen(block: nn.Module, *more: Any) -> Specimen:
 
 
 def layouts(block: nn.Module, *more: Any) -> dict[str, Layout | str]:
-    return {found.row: find_layout(found) for found in find_dependences(specimen(block, *more), "block")}
+    return {found.row: find_layout(found) for found in Dependences(specimen(block, *more), "block").find()}
 
 
 def cut(layout: Layout | str, name: str) -> Any:

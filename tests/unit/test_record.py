@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from oslo_engine.errors import PlanError
-from oslo_engine.rewrite.dataflow import value_of
 from oslo_engine.rewrite.record import Recording, record
 from oslo_engine.rewrite.replay import Replay
 from oslo_engine.rewrite.skeleton import example_inputs, skeleton
 from oslo_engine.rewrite.structure import Argument, Constant, Container, TensorSlot
+from oslo_engine.rewrite.values import value_of
 from small_models import SMALL
 
 

@@ -1,0 +1,152 @@
+"""What operations on fake tensors gave, so that the same one need not be worked out again.
+
+The blocks of a model run the same operations on the same shapes. ``FakeTensorMode`` remembers results too, but writes down so
+much about every argument, and takes so many detours on the way to a result, that a hit costs as much as two real operations.
+Here it is the few numbers that a dense tensor's shape depends on. What is not plainly such an operation is not remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+_DEVICE = torch.ops.prim.device.default
+_NOT_BY_SHAPE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_UNKNOWN = object()
+Key = tuple[Any, ...]
+
+
+class _NotPlain(Exception):
+    """An argument or a result of which the shapes do not say everything."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A tensor that an operation returned.
+
+    of: the argument whose storage it has, as its place among the tensors of the arguments; None: a storage of its own.
+    itself: whether it is that argument.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    device: torch.device
+    of: int | None
+    itself: bool = False
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """kind: None for one tensor, else the sequence they come in."""
+
+    made: tuple[_Made, ...]
+    kind: type | None
+
+
+class Outcomes:
+    """A memory of operations; it holds no tensor, so one serves any number of ``FakeTensorMode``s."""
+
+    def __init__(self) -> None:
+        self._known: dict[Key, _Outcome | None] = {}  # None: not to be remembered
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What ``func(*args, **kwargs)`` gives under the ``FakeTensorMode`` that is on."""
+        if func is _DEVICE:
+            return args[0].device
+        tensors: list[Tensor] = []
+        try:
+            key = (func, torch.get_default_dtype(), *_plain(args, tensors), *_plain(kwargs.items(), tensors))
+        except _NotPlain:
+            return func(*args, **kwargs)
+        if not tensors or torch.is_inference_mode_enabled():
+            return func(*args, **kwargs)
+        outcome = self._known.get(key, _UNKNOWN)
+        if isinstance(outcome, _Outcome):
+            return _again(outcome, tensors)
+        out = func(*args, **kwargs)
+        if outcome is _UNKNOWN:
+            self._known[key] = _outcome(func, out, tensors)
+        return out
+
+
+def _plain(values: Any, tensors: list[Tensor]) -> list[Any]:
+    """What a result's shapes depend on; the tensors are added to ``tensors``."""
+    key: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            if not isinstance(value, FakeTensor) or value.constant is not None or value.layout is not torch.strided:
+                raise _NotPlain
+            tensors.append(value)
+            key += (kind, value.shape, value.stride(), value.dtype, value.storage_offset(), value.fake_device)
+        elif kind is list or kind is tuple:
+            key += (kind, len(value), *_plain(value, tensors))
+        elif kind in _PLAIN:
+            key += (kind, value)  # 1, 1.0 and True are equal, and give different dtypes
+        else:
+            raise _NotPlain
+    return key
+
+
+def _outcome(func: Any, out: Any, tensors: Sequence[Tensor]) -> _Outcome | None:
+    """None: the result is not a matter of shapes alone."""
+    if not torch._library.utils.is_builtin(func) or any(tag in func.tags for tag in _NOT_BY_SHAPE):
+        return None
+    kind = type(out) if type(out) in (list, tuple) else None
+    storages = {tensor.untyped_storage()._cdata: place for place, tensor in reversed(list(enumerate(tensors)))}
+    made = []
+    own = set()
+    for tensor in out if kind else (out,):
+        if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.requires_grad or tensor.dtype.is_complex:
+            return None
+        itself = next((place for place, each in enumerate(tensors) if each is tensor), None)
+        of = storages.get(tensor.untyped_storage()._cdata) if itself is None else itself
+        if of is None:
+            own.add(tensor.untyped_storage()._cdata)
+            if tensor.untyped_storage().nbytes() != _num_bytes(tensor):
+                return None
+        made.append(
+            _Made(
+                tuple(tensor.shape),
+                tensor.stride(),
+                tensor.dtype,
+                int(tensor.storage_offset()),
+                tensor.fake_device,
+                of,
+                itself is not None,
+            )
+        )
+    new = [each for each in made if each.of is None]
+    if len(own) < len(new) or any(each.offset for each in new):
+        return None
+    return _Outcome(tuple(made), kind)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Of a storage that it just fills."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
+
+
+def _again(outcome: _Outcome, tensors: Sequence[Tensor]) -> Any:
+    made = [tensors[each.of] if each.itself and each.of is not None else _make(each, tensors) for each in outcome.made]
+    return made[0] if outcome.kind is None else outcome.kind(made)
+
+
+def _make(each: _Made, tensors: Sequence[Tensor]) -> FakeTensor:
+    first = tensors[0]
+    assert isinstance(first, FakeTensor)
+    mode = first.fake_mode
+    with in_kernel_invocation_manager(mode):
+        empty = torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device="meta")
+        if each.of is not None:
+            empty.set_(tensors[each.of].untyped_storage(), each.offset, each.shape, each.stride)  # type: ignore[call-overload]
+    return FakeTensor(mode, empty, each.device)
