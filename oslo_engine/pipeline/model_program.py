@@ -25,7 +25,7 @@ from oslo_engine.pipeline.ghost_cache import caches_of_stages
 from oslo_engine.pipeline.loop import PipelineLoop, open_loop, train_step
 from oslo_engine.pipeline.loss_check import check_loss_adds_up, divides_by_count
 from oslo_engine.pipeline.micro_batch import MicroBatch, split_batch, weigh_by_labels
-from oslo_engine.pipeline.outer_loss import LABELS, OuterLoss, without_labels
+from oslo_engine.pipeline.outer_loss import COUNT, LABELS, OuterLoss, without_labels
 from oslo_engine.pipeline.runtime import PipelineRuntime
 from oslo_engine.pipeline.stage import StageDone, StageRun
 from oslo_engine.rewrite.cache_calls import find_cache
@@ -87,7 +87,7 @@ class ModelProgram:
             except StageDone:
                 return run.outgoing()
         if call.loss is not None:
-            output["loss"] = call.loss.compute(output, micro.kwargs[LABELS], micro.kwargs.get("num_items_in_batch"))
+            output["loss"] = call.loss.compute(output, micro.kwargs[LABELS], micro.kwargs.get(COUNT))
         return run.finished(output)
 
     def _with_cache_of(self, stage: int, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class ModelProgram:
         micros = weigh_by_labels(
             micros,
             shift_labels=self.shifts_labels if loss is None else loss.shift_labels,
-            divides_by_count=self.divides_by_count if loss is None else True,
+            divides_by_count=self.divides_by_count if loss is None else loss.divides_by_count,
         )
         self.runtime.check(micros)
         return self.prepared(micros, self.model, kwargs, loss)
