@@ -68,7 +68,10 @@ def name_of(recipe: Any) -> str:
     usual = asdict(Recipe()) | {"steps": STEPS}
     chosen = {key: value for key, value in asdict(recipe).items() if value != usual[key] and key not in told}
     sizes = " x ".join(f"{axis}{getattr(recipe, axis)}" for axis in ("tp", "pp", "dp") if getattr(recipe, axis) > 1)
-    extra = ", ".join(str(value) if value is not True else key for key, value in chosen.items() if key != "wrapper")
+    words = {
+        key: key if value is True else f"{key} {value}" if key == "accumulation" else value for key, value in chosen.items()
+    }
+    extra = ", ".join(word for key, word in words.items() if key != "wrapper")
     return f"{recipe.model} | {sizes} | {recipe.wrapper}" + (f", {extra}" if extra else "")
 
 

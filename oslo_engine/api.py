@@ -17,7 +17,7 @@ from oslo_engine.footprint.workload import Workload
 from oslo_engine.fusion.fuse import fuse as fuse_model
 from oslo_engine.fusion.fuse import unfuse
 from oslo_engine.fusion.targets import parse_targets
-from oslo_engine.integrations.peft import adapted_model, has_adapters, meet_adapters, set_aside
+from oslo_engine.integrations.peft import adapted_model, has_adapters, meet_adapters, refuse_prompts, set_aside
 from oslo_engine.methods import with_parallel_methods
 from oslo_engine.placement.device_map import DeviceMap
 from oslo_engine.placement.place import lift, place
@@ -133,6 +133,8 @@ def parallelize(
         raise PlanError(
             "max_memory and workload belong to a device map or to auto=True", hint='pass device_map="balanced" or auto=True too'
         )
+    if tp * pp > 1:
+        refuse_prompts(model)
     outer, model = model, adapted_model(model)
     if "_oslo" in model.__dict__:
         raise PlanError("this model is parallelized already", got=type(model).__name__)

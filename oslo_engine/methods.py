@@ -31,7 +31,13 @@ from oslo_engine.generation.run import run_generate
 from oslo_engine.generation.stopping import AgreedCriteria
 from oslo_engine.integrations.adapter_files import save_adapters
 from oslo_engine.integrations.deepspeed import meet_engine
-from oslo_engine.integrations.peft import has_adapters, meet_adapters, refuse_adapters, refuse_saving_alone
+from oslo_engine.integrations.peft import (
+    has_adapters,
+    meet_adapters,
+    refuse_adapters,
+    refuse_new_prompts,
+    refuse_saving_alone,
+)
 from oslo_engine.pipeline.forward import run_forward, train_step
 from oslo_engine.placement.place import Placement, lift, place, placement_of
 from oslo_engine.rewrite.state import ParallelState, parallel_state
@@ -191,6 +197,11 @@ class ParallelMethods(ParallelConstructors):
         del self.__dict__["peft_config"]
         if "_oslo" in self.__dict__:
             self._parallel.set_adapters((), ())
+
+    def get_submodule(self, target: str) -> nn.Module:
+        if "_oslo" in self.__dict__:
+            refuse_new_prompts(self.gpu_modules(), sys._getframe(1))
+        return super().get_submodule(target)  # type: ignore[misc, no-any-return]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if "_oslo" in self.__dict__:

@@ -65,6 +65,7 @@ class _Watch:
         self._suspected: dict[tuple[str, int, str], float] = {}
         self._beat, self._place = 0, f"process {os.getpid()} on {socket.gethostname()}"
         self._failed = self._store_is_gone = False
+        self._first: str | None = None  # kept, since the store may be gone when the main thread comes to ask
         self._next_hook = sys.excepthook
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="oslo_engine: other ranks", daemon=True)
@@ -204,7 +205,9 @@ class _Watch:
         return None if text is None else Standing.read(text)
 
     def _first_failure(self) -> str | None:
-        return self._read(_FAILED)
+        if self._first is None:
+            self._first = self._read(_FAILED)
+        return self._first
 
     def _ended_without_error(self) -> str | None:
         return self._read(_ENDED)

@@ -8,7 +8,7 @@ been put on its queue, so that the question costs no waiting; it lies before tha
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,17 +64,21 @@ class BatchComparison:
         everybody = [tuple(numbers) for numbers in self._everybody.tolist()]
         if len(set(everybody)) == 1:
             return
-        kinds = {shapes for shapes, _ in everybody}
-        alike = [[rank for rank, each in zip(self._ranks, everybody, strict=True) if each == one] for one in set(everybody)]
+        differ = "the same shapes, but other values" if len({shapes for shapes, _ in everybody}) == 1 else "other shapes"
         raise BatchError(
             "the ranks of one copy of the model were given different batches",
             where=f"batch {self._number} of this model",
             expected="the same batch on every rank that holds a part of one copy of the model",
-            got=f"{'other shapes' if len(kinds) > 1 else 'the same shapes, but other values'} on "
-            + " than on ".join(f"rank {_listed(group)}" for group in sorted(alike, key=lambda group: (len(group), group)))
-            + f"; here {_described(self._batch)}",
+            got=f"{differ} {apart(everybody, self._ranks)}; here {_described(self._batch)}",
             hint="give samplers num_replicas=model.mpu.get_data_parallel_world_size(), rank=model.mpu.get_data_parallel_rank()",
         )
+
+
+def apart(numbers: Sequence[Any], ranks: Sequence[int], kind: str = "rank") -> str:
+    """Who has other numbers than whom, the fewest first: "on rank 2 than on rank 0, 1, 3"."""
+    alike = [[rank for rank, each in zip(ranks, numbers, strict=True) if each == one] for one in set(numbers)]
+    fewest_first = sorted(alike, key=lambda group: (len(group), group))
+    return " than ".join(f"on {kind} {', '.join(map(str, group))}" for group in fewest_first)
 
 
 def _numbers(batch: Mapping[str, Any], device: torch.device) -> Tensor:
@@ -96,7 +100,3 @@ def _kind(leaf: Any) -> str:
 
 def _described(batch: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items() if isinstance(value, Tensor))
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))

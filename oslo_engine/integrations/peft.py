@@ -223,6 +223,22 @@ def refuse_saving_alone(model: nn.Module, caller: FrameType | None) -> None:
         )
 
 
+def refuse_prompts(adapted: Any) -> None:
+    """Raises UnsupportedError where PEFT trains something in front of a model: prompts, prefixes."""
+    for name, config in (getattr(adapted, "_peft_config", None) or {}).items():
+        if config.is_prompt_learning:
+            raise _refused(f"adapters of type {config.peft_type.value}", name)
+
+
+def refuse_new_prompts(model: nn.Module, caller: FrameType | None) -> None:
+    """The same where PEFT is about to look for the embeddings of a split model, which it would not find by their sizes."""
+    peft: Any = sys.modules.get("peft")
+    if peft is None or caller is None or parallel_state(model).mesh.model.size == 1:
+        return
+    if caller.f_code is peft.PeftModel._setup_prompt_encoder.__code__:
+        refuse_prompts(caller.f_locals["self"])
+
+
 def refuse_adapters(model: nn.Module, where: str) -> None:
     """Raises UnsupportedError where PEFT has put adapters into a model."""
     if has_adapters(model):

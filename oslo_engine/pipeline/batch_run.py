@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from oslo_engine.comm.calls import Calls
 from oslo_engine.comm.p2p import Outcome, PipelineLinks
+from oslo_engine.comm.same_batch import apart
 from oslo_engine.errors import BatchError, OsloError, PipelineError
 from oslo_engine.layers.deferred import WeightGradient, collect_weight_gradients, deferrable
 from oslo_engine.pipeline.accumulate import GradientBuffer
@@ -124,7 +125,7 @@ class BatchRun:
         with self._ending_on_failure():
             assert self.position == len(self.actions), "actions are left"
             outcome = self._settle(None)
-        _raise_what_went_wrong(outcome)
+        _raise_what_went_wrong(outcome, self._serial)
 
     def abandon(self, problem: str) -> None:
         """Leave the batch; nothing of it reaches the parameters. Does nothing once the batch is closed."""
@@ -150,7 +151,7 @@ class BatchRun:
                 yield
         except _PeerStopped:
             self._calls.fail()
-            _raise_what_went_wrong(self._end(None))
+            _raise_what_went_wrong(self._end(None), self._serial)
         except Exception as error:
             self._calls.fail(error)
             outcome = self._end(_describe(error))
@@ -320,13 +321,15 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error.what if isinstance(error, OsloError) else error}"
 
 
-def _raise_what_went_wrong(outcome: Outcome | None) -> None:
+def _raise_what_went_wrong(outcome: Outcome | None, number: int) -> None:
     problems = {} if outcome is None else outcome.problems
     if outcome is not None and len(set(outcome.fingerprints)) > 1:
         raise BatchError(
             "the ranks of a pipeline were given different batches",
+            where=f"batch {number} of this model",
             expected="the same batch on every rank that holds a part of one copy of the model",
-            got="; ".join(problems.values()) or f"fingerprints by pp rank {outcome.fingerprints}",
+            got="; ".join(problems.values())
+            or f"other values {apart(outcome.fingerprints, range(len(outcome.fingerprints)), 'pp rank')}",
             hint="give samplers num_replicas=model.mpu.get_data_parallel_world_size(), rank=model.mpu.get_data_parallel_rank()",
         ) from None
     if outcome is None or problems:

@@ -364,6 +364,8 @@ REFUSED = {
     "IA3": lambda peft: peft.IA3Config(target_modules=["c_attn"], feedforward_modules=[]),
     "DoraLinearVariant": lambda peft: lora("gpt2", use_dora=True, target_modules=["c_attn"]),
     "modules_to_save": lambda peft: lora("gpt2", modules_to_save=["ln_f"]),
+    "PROMPT_TUNING": lambda peft: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    "PREFIX_TUNING": lambda peft: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
     "pissa": lambda peft: lora("gpt2", init_lora_weights="pissa", target_modules=["c_attn"]),
 }
 
