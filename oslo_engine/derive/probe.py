@@ -110,7 +110,8 @@ class Probe:
     def _keep_input(self, name: str, linear: nn.Module) -> Any:
         # The activations as they came: where heads or experts have a dimension of their own, not all depends on all.
         shape = next((tensor.shape[:-1] for tensor in tensors_of((self.call.args, self.call.kwargs))), None)
-        mixes = type(linear).forward in (nn.Linear.forward, Conv1D.forward) and not bool(torch.eq(linear.weight, 0).any())
+        weight: Any = linear.weight
+        mixes = type(linear).forward in (nn.Linear.forward, Conv1D.forward) and bool((weight != 0).all())
 
         def keep(module: nn.Module, args: Any, kwargs: Any) -> Any:
             x = args[0] if args else next(iter(kwargs.values()))
