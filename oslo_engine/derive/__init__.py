@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from oslo_engine.derive.assemble import joined, make_policy, told_apart
-from oslo_engine.derive.regions import BlockSearch, Findings
+from oslo_engine.derive.found import Findings
+from oslo_engine.derive.regions import BlockSearch
 from oslo_engine.derive.specimen import Specimen, observe
 from oslo_engine.derive.stacks import Stack
 from oslo_engine.derive.vocabulary import find_vocabulary

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from oslo_engine.derive.regions import Findings, Found, is_right
+from oslo_engine.derive.found import Findings, Found, at_columns, is_entered, is_right
 from oslo_engine.derive.specimen import Kind
 from oslo_engine.derive.stacks import Stack
 from oslo_engine.derive.trial import Truth, match_one
@@ -18,6 +18,7 @@ from oslo_engine.plan.names import Names, names_part
 from oslo_engine.policy.schema import Policy, Region, Unit, Vocabulary
 
 _LISTS = ("columns", "rows", "inner", "norms", "cut")
+_WAY_IN = ("scope", "enter", "inputs", "sum")
 
 
 def joined(regions: Sequence[Found], truths: Mapping[Kind, Truth]) -> list[Found]:
@@ -39,22 +40,34 @@ def _both(old: Found, new: Found, truths: Mapping[Kind, Truth]) -> Found | None:
         return None
     rules = {kind: _union(getattr(old.region, kind), getattr(new.region, kind)) for kind in _LISTS}
     units = {**new.units, **old.units}
-    for values in ({**new.region.set, **old.region.set}, _union(old.region.set, new.region.set)):
-        region = Region(**(old.region.model_dump() | rules | {"set": values}))
-        both = Found(region, units, (*old.local, *new.local), old.kinds + new.kinds, old.place, old.told)
-        if all(is_right(both, truths[kind]) for kind in both.kinds):
-            return both
+    ways_in = _ways_in(old, new, truths)
+    for way_in in ways_in:
+        for values in ({**new.region.set, **old.region.set}, _union(old.region.set, new.region.set)):
+            region = Region(**(old.region.model_dump() | rules | way_in | {"set": values}))
+            both = Found(region, units, (*old.local, *new.local), old.kinds + new.kinds, old.place, old.told)
+            if all(is_right(both, truths[kind]) for kind in both.kinds) and (
+                len(ways_in) == 1 or all(is_entered(both, truths[kind]) for kind in both.kinds)
+            ):
+                return both
     return None
+
+
+def _ways_in(old: Found, new: Found, truths: Mapping[Kind, Truth]) -> list[dict[str, Any]]:
+    """Where activations may enter what is one region: as in either, if they differ also at the columns."""
+    found = [{name: getattr(one.region, name) for name in _WAY_IN} for one in (old, new)]
+    if found[0] == found[1]:
+        return found[:1]
+    for one in (old, new):
+        if one.region.leave == "rows" and (way_in := at_columns(one, truths[one.kinds[0]])) not in (None, *found):
+            found.append(way_in)
+    return found
 
 
 def _fit(one: Found, other: Found) -> bool:
     if any(one.units[unit] != other.units[unit] for unit in one.units.keys() & other.units.keys()):
         return False
     a, b = one.region, other.region
-    alike = all(
-        getattr(a, kind) == getattr(b, kind)
-        for kind in ("at", "scope", "inputs", "enter", "rows", "arguments", "sum", "leave", "experts")
-    )
+    alike = all(getattr(a, kind) == getattr(b, kind) for kind in ("at", "rows", "arguments", "leave", "experts"))
     alike &= all(b.set.get(name, value) == value for name, value in a.set.items())
     return alike and all(
         _bare(getattr(a, kind)).get(name, value) == value for kind in _LISTS for name, value in _bare(getattr(b, kind)).items()

@@ -42,6 +42,8 @@ class Search:
         self._totals = wording.totals(others)
         self.trials = 0
         self.first_problem: str | None = None
+        self._wrong: set[str] = set()
+        self._order = list(cases)  # the one that found the last fault first
 
     def run(self) -> Choice | str:
         """The choice, or what stayed wrong."""
@@ -185,11 +187,17 @@ class Search:
 
     def _works(self, choice: Choice, cases: Sequence[Case] | None = None) -> bool:
         region, units, local = self.wording.region(choice)
-        for case in self.cases if cases is None else cases:
+        said = repr((region, units, local))
+        if said in self._wrong and cases is None:
+            return False
+        for case in self._order if cases is None else cases:
             self.trials += 1
             problem = why_not(case.truth, region, units, case.tp, local)
             if problem is not None:
                 self.first_problem = self.first_problem or problem
+                if cases is None:
+                    self._wrong.add(said)
+                    self._order = [case, *(other for other in self._order if other is not case)]
                 return False
         return True
 

@@ -128,24 +128,29 @@ def _are_apart(probe: Probe, row: str, ends: Collection[str]) -> bool:
 def _bound(first: Probe, probe: Probe, row: str) -> Tables | None:
     """What a row's features may depend on in a run, at most: what they did in the first one, if that can be shown.
 
-    A feature uses no more than all of its neighbours together, and no more than all that have its place among their neighbours.
-    Where both together leave nothing but what was seen in the first run, few gradients show what would take one for each feature.
+    A feature uses no more than its neighbours do together, and no more than all that have its place among their neighbours do.
+    Where both leave nothing but what was seen in the first run, few gradients show what would take one for each feature.
     """
     seen = first.each(row)
     size = first.inputs[row].shape[-1]
     if row not in probe.inputs or probe.inputs[row].shape[-1] != size:
         return None
-    for width in sorted((width for width in range(2, size) if size % width == 0), key=lambda width: width + size // width):
-        if width + size // width < size and all(
-            torch.equal(_met(_pooled(table, width), width), table) for table in seen.values()
-        ):
-            break
-    else:
+    width = _neighbours(seen, size)
+    if width is None:
         return None
     groups = [list(range(start, start + width)) for start in range(0, size, width)]
     groups += [list(range(place, size, width)) for place in range(width)]
     pooled = probe.together(row, groups)
     return {source: _met(table, width) for source, table in pooled.items()} if _within(pooled, seen, width) else None
+
+
+def _neighbours(seen: Tables, size: int) -> int | None:
+    """How many neighbours to take together, so that what was seen can be told from its groups: with fewest groups."""
+    widths = [width for width in range(2, size) if size % width == 0 and width + size // width < size]
+    for width in sorted(widths, key=lambda width: width + size // width):
+        if all(torch.equal(_met(_pooled(table, width), width), table) for table in seen.values()):
+            return width
+    return None
 
 
 def _within(pooled: Mapping[Source, Tensor], seen: Mapping[Source, Tensor], width: int) -> bool:

@@ -75,6 +75,22 @@ def find_entry(
     return paths.at_columns(columns, owners)
 
 
+def entry_at(
+    specimen: Specimen,
+    block: str,
+    scope: str | None,
+    columns: Sequence[str],
+    owners: Sequence[str],
+    row: str,
+    local: Sequence[str],
+) -> Entry | str:
+    """The same at a place that is given: a module, or None for the columns."""
+    paths = _Paths(specimen, block, row)
+    if scope is None:
+        return paths.at_columns(columns, owners)
+    return paths.through(scope, local) if scope in paths.called else f"{scope} is not called"
+
+
 class _Paths:
     """On which ways things matter to a row, and to the block's output besides."""
 

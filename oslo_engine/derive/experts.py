@@ -133,6 +133,13 @@ def _routed(module: nn.Module, plan: RegionPlan, rank: int, args: Any, kwargs: A
     return tuple(named.pop(name) for name in names), named
 
 
+def flowing(module: nn.Module, call: Call) -> tuple[str, ...]:
+    """The arguments whose gradients the ranks' parts add up to, () for just the first."""
+    given = named_arguments(module, call.args, call.kwargs)
+    flows = tuple(name for name in given if name in call.differentiable and isinstance(given[name], Tensor))
+    return () if flows == tuple(given)[:1] else flows
+
+
 class ExpertSearch:
     """Looks for the region of one module with experts."""
 
@@ -225,9 +232,7 @@ class ExpertSearch:
         return region, {INNER: Unit(count=names[0] if names else str(size))} if named else {}
 
     def _inputs(self) -> tuple[str, ...]:
-        given = named_arguments(self.module, self.call.args, self.call.kwargs)
-        flows = tuple(name for name in given if name in self.call.differentiable and isinstance(given[name], Tensor))
-        return () if flows == tuple(given)[:1] else flows
+        return flowing(self.module, self.call)
 
     def _right(self, region: Region, units: Mapping[str, Unit], *, by_expert: bool = False) -> bool:
         return all(

@@ -21,7 +21,7 @@ from oslo_engine.derive.norms import bypass, find_norms
 from oslo_engine.derive.specimen import Specimen
 
 _SMALLEST = 1e-12  # of a tensor's greatest gradient
-_AT_ONCE = 8  # gradients: more need no fewer operations' worth of time where a recurrence's tensors leave the cache
+_AT_ONCE = 8  # gradients: with more the tensors of long recurrences leave the cache
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,10 @@ class Probe:
             repeat(self.block, self.call, grad=True)
 
     def _keep_input(self, name: str, linear: nn.Module) -> Any:
-        # The activations as they came: where heads or experts have dimensions of their own, outputs do not depend on all of them.
+        # The activations as they came: where heads or experts have a dimension of their own, not all depends on all.
         shape = next((tensor.shape[:-1] for tensor in tensors_of((self.call.args, self.call.kwargs))), None)
-        mixes = type(linear).forward in (nn.Linear.forward, Conv1D.forward) and bool((linear.weight != 0).all())
+        weight: Any = linear.weight
+        mixes = type(linear).forward in (nn.Linear.forward, Conv1D.forward) and bool((weight != 0).all())
 
         def keep(module: nn.Module, args: Any, kwargs: Any) -> Any:
             x = args[0] if args else next(iter(kwargs.values()))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from oslo_engine.derive.attributes import Case, Search
 from oslo_engine.derive.calls import named_arguments, observed, repeat, tensors_of
 from oslo_engine.derive.dependencies import Dependence, Dependences
 from oslo_engine.derive.entry import Entry, find_entry
-from oslo_engine.derive.experts import ExpertSearch, find_weights, why_not_sum
+from oslo_engine.derive.experts import ExpertSearch, find_weights
+from oslo_engine.derive.found import Findings, Found, is_entered, is_right
 from oslo_engine.derive.norms import find_norms
 from oslo_engine.derive.probe import is_linear
 from oslo_engine.derive.specimen import Kind, Specimen
@@ -24,30 +25,6 @@ _TP = (2, 3, 4)
 
 
 @dataclass(frozen=True)
-class Found:
-    """A region that is right in some kinds of blocks.
-
-    place: its row or scope within the first of them. told: what was seen, for people.
-    """
-
-    region: Region
-    units: dict[str, Unit]
-    local: tuple[Local, ...]
-    kinds: tuple[Kind, ...]
-    place: str
-    told: str
-
-
-@dataclass
-class Findings:
-    """regions; for linear layers that lead to none the reason; the modules of the blocks looked into that ran."""
-
-    regions: list[Found] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
-    ran: set[str] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
 class _Candidate:
     layout: Layout
     columns: tuple[str, ...]
@@ -57,13 +34,6 @@ class _Candidate:
     @property
     def cut_names(self) -> set[str]:
         return {cut.name for cut in self.layout.cuts if cut.kind == "parameter"}
-
-
-def is_right(found: Found, truth: Truth, tp: int = 2) -> bool:
-    """Whether a region is right in a block."""
-    if found.region.leave == "scope":
-        return why_not_sum(truth, found.region, found.units, min(tp, 3)) is None
-    return why_not(truth, found.region, found.units, tp, found.local) is None
 
 
 class BlockSearch:
@@ -127,7 +97,8 @@ class BlockSearch:
                 plans, _ = match_one(self.truth, known.region, known.units, 2)
             except OsloError:
                 continue
-            if plans and all(is_right(known, case.truth, case.tp) for case in self.cases):
+            right = bool(plans) and all(is_right(known, case.truth, case.tp) for case in self.cases)
+            if right and is_entered(known, self.truth):
                 self.findings.regions[at] = replace(known, kinds=(*known.kinds, self.kind))
                 prefix = len(self.kind.block) + 1
                 for plan in plans:

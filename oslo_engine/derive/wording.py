@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from oslo_engine.derive.probe import is_linear, out_dim
 from oslo_engine.derive.entry import Entry, common_module
 from oslo_engine.derive.numbers import is_number, names_of
+from oslo_engine.derive.probe import is_linear, out_dim
 from oslo_engine.derive.trial import Local
 from oslo_engine.derive.units import ALL, GROUP, UNIT, CutTensor, Layout, Part
 from oslo_engine.errors import PolicyError

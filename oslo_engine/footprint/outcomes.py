@@ -15,15 +15,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
+from oslo_engine.rewrite.call_keys import Key, NotPlainError, call_key
+
 _DEVICE = torch.ops.prim.device.default
 _NOT_BY_SHAPE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _UNKNOWN = object()
-Key = tuple[Any, ...]
-
-
-class _NotPlain(Exception):
-    """An argument or a result of which the shapes do not say everything."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +59,8 @@ class Outcomes:
             return args[0].device
         tensors: list[Tensor] = []
         try:
-            key = (func, torch.get_default_dtype(), *_plain(args, tensors), *_plain(kwargs.items(), tensors))
-        except _NotPlain:
+            key = call_key(func, args, kwargs, _described, tensors)
+        except NotPlainError:
             return func(*args, **kwargs)
         if not tensors or torch.is_inference_mode_enabled():
             return func(*args, **kwargs)
@@ -77,23 +73,11 @@ class Outcomes:
         return out
 
 
-def _plain(values: Any, tensors: list[Tensor]) -> list[Any]:
-    """What a result's shapes depend on; the tensors are added to ``tensors``."""
-    key: list[Any] = []
-    for value in values:
-        kind = type(value)
-        if isinstance(value, Tensor):
-            if not isinstance(value, FakeTensor) or value.constant is not None or value.layout is not torch.strided:
-                raise _NotPlain
-            tensors.append(value)
-            key += (kind, value.shape, value.stride(), value.dtype, value.storage_offset(), value.fake_device)
-        elif kind is list or kind is tuple:
-            key += (kind, len(value), *_plain(value, tensors))
-        elif kind in _PLAIN:
-            key += (kind, value)  # 1, 1.0 and True are equal, and give different dtypes
-        else:
-            raise _NotPlain
-    return key
+def _described(tensor: Tensor) -> Key:
+    """What a result's shapes depend on."""
+    if not isinstance(tensor, FakeTensor) or tensor.constant is not None or tensor.layout is not torch.strided:
+        raise NotPlainError
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset(), tensor.fake_device
 
 
 def _outcome(func: Any, out: Any, tensors: Sequence[Tensor]) -> _Outcome | None:

@@ -121,7 +121,8 @@ def compute_orders(schedule: str, pp: int, num_micro_batches: int) -> Orders:
     _check_num_micro_batches(schedule, pp, num_micro_batches)
     if schedule not in _SCHEDULE_CLASSES:
         compute = _single_stage_order(schedule, pp, num_micro_batches)
-        return Orders(tuple(tuple(Action(at, ActionKind(kind), n) for at, kind, n in order) for order in compute), holders)
+        kinds = {kind.value: kind for kind in ActionKind}
+        return Orders(tuple(tuple(Action(at, kinds[kind], n) for at, kind, n in order) for order in compute), holders)
     with _TorchSchedules() as torch_schedules:
         name = _SCHEDULE_CLASSES[schedule]
         actions = torch_schedules.of_class(name, holders, pp, num_micro_batches, communication=False)
@@ -285,12 +286,14 @@ class _TorchSchedules:
         return self._translate(complete, len(compute))
 
     def _translate(self, orders: Any, pp: int) -> tuple[tuple[Action, ...], ...]:
-        known = {kind.value for kind in ActionKind}  # the rest is FSDP's: UNSHARD, RESHARD, REDUCE_GRAD
+        # By identity of torch's members, of which there are few: making ours of a name each time costs more than all the rest.
+        kinds = {kind.value: kind for kind in ActionKind}  # the rest is FSDP's: UNSHARD, RESHARD, REDUCE_GRAD
+        known = {theirs: kinds[theirs.value] for theirs in self._schedules._ComputationType if theirs.value in kinds}
         return tuple(
             tuple(
-                Action(action.stage_index, ActionKind(action.computation_type.value), action.microbatch_index)
+                Action(action.stage_index, known[action.computation_type], action.microbatch_index)
                 for action in orders[rank]
-                if action is not None and action.computation_type.value in known  # None: an idle tick
+                if action is not None and action.computation_type in known  # None: an idle tick
             )
             for rank in range(pp)
         )

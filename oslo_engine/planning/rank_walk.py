@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from oslo_engine.pipeline.timeline import Event
 from oslo_engine.planning.stage_costs import StageCosts
 
 _ROUNDS = 4  # of pp micro-batches
+_AT_ONCE, _FOR_NOBODY = 0, 1
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ def steps_of(actions: Sequence[Action]) -> Steps:
             rows.append((action.stage, 1, 0))
             flying += 1
             most = max(most, flying)
-        elif action.kind.starts_backward:
+        elif action.kind is ActionKind.BACKWARD or action.kind is ActionKind.BACKWARD_INPUT:
             rows.append((action.stage, 0 if splits and action.kind is not ActionKind.BACKWARD else -1, 1))
             flying -= 1
         elif action.kind is ActionKind.BACKWARD_WEIGHT:
@@ -81,63 +84,84 @@ def idle_share(orders: Orders, forward: Sequence[float], backward: Sequence[floa
         orders: of all ranks.
         forward, backward: seconds of each stage for a micro-batch; a split backward is halved.
     """
-    events = walk(orders, forward, backward)
-    busy = sum(event.end_s - event.start_s for row in events for event in row)
-    whole = max((row[-1].end_s for row in events if row), default=0.0) * len(events)
+    tasks = _tasks(orders, forward, backward)
+    starts = _starts(tasks)
+    busy = sum(task.took for row in tasks for task in row)
+    whole = max((begun[-1] + row[-1].took for row, begun in zip(tasks, starts, strict=True) if row), default=0.0) * len(tasks)
     return 1 - busy / whole if whole else 0.0
 
 
 def walk(orders: Orders, forward: Sequence[float], backward: Sequence[float]) -> list[list[Event]]:
     """What every rank computes when, from second 0 on; arguments as of ``idle_share``."""
-    position = [0] * len(orders.actions)
-    clock = [0.0] * len(orders.actions)
-    events: list[list[Event]] = [[] for _ in orders.actions]
-    done: dict[tuple[int, bool, int], float] = {}  # (stage, whether backward, micro-batch) -> when its result is there
-    ranks = list(range(len(orders.actions)))
+    tasks = _tasks(orders, forward, backward)
+    return [
+        [
+            Event(task.action.kind, task.action.stage, task.action.micro, at, at + task.took)
+            for task, at in zip(row, begun, strict=True)
+        ]
+        for row, begun in zip(tasks, _starts(tasks), strict=True)
+    ]
+
+
+class _Task(NamedTuple):
+    """A computation. needs, gives: the places of the results that it waits for and makes, in a table of all results."""
+
+    action: Action
+    took: float
+    needs: int
+    gives: int
+
+
+def _tasks(orders: Orders, forward: Sequence[float], backward: Sequence[float]) -> list[list[_Task]]:
+    """Of every rank, without sends and receives. The table begins with what is there at once and what nobody waits for."""
+    stages, last = 2 * orders.num_stages, orders.num_stages - 1
+    rows = []
+    for actions in orders.actions:
+        row = []
+        for action in actions:
+            stage, kind, micro = action
+            at, needs, gives = 2 + stages * micro + 2 * stage, _AT_ONCE, _FOR_NOBODY
+            if kind is ActionKind.FORWARD:
+                took, gives = forward[stage], at
+                if stage > 0:
+                    needs = at - 2
+            elif kind is ActionKind.BACKWARD or kind is ActionKind.BACKWARD_INPUT:
+                took, gives = backward[stage] / (1 if kind is ActionKind.BACKWARD else 2), at + 1
+                needs = at if stage == last else at + 3
+            elif kind is ActionKind.BACKWARD_WEIGHT:
+                took = backward[stage] / 2
+            else:
+                continue
+            row.append(_Task(action, took, needs, gives))
+        rows.append(row)
+    return rows
+
+
+def _starts(tasks: Sequence[Sequence[_Task]]) -> list[list[float]]:
+    """When every task begins."""
+    most = max((task.gives for row in tasks for task in row), default=0)
+    done: list[float | None] = [None] * (most + 4)
+    done[_AT_ONCE] = 0.0
+    clock = [0.0] * len(tasks)
+    starts: list[list[float]] = [[] for _ in tasks]
+    ranks = list(range(len(tasks)))
     while ranks:
         waiting = []
         moved = False
         for rank in ranks:
-            actions = orders.actions[rank]
-            while position[rank] < len(actions):
-                action = actions[position[rank]]
-                took = _seconds(action, forward, backward)
-                ready = _ready(action, done, orders.num_stages)
+            row, begun, now = tasks[rank], starts[rank], clock[rank]
+            before = len(begun)
+            for _, took, needs, gives in islice(row, before, None):
+                ready = done[needs]
                 if ready is None:
                     break
-                if took:
-                    start = max(clock[rank], ready)
-                    clock[rank] = start + took
-                    events[rank].append(Event(action.kind, action.stage, action.micro, start, clock[rank]))
-                    if action.kind is ActionKind.FORWARD or action.kind.starts_backward:
-                        done[action.stage, action.kind is not ActionKind.FORWARD, action.micro] = clock[rank]
-                position[rank] += 1
-                moved = True
-            if position[rank] < len(actions):
+                start = max(now, ready)
+                begun.append(start)
+                now = done[gives] = start + took
+            clock[rank] = now
+            moved = moved or len(begun) > before
+            if len(begun) < len(row):
                 waiting.append(rank)
-        assert moved, "the orders wait for one another"
+        assert moved or not waiting, "the orders wait for one another"
         ranks = waiting
-    return events
-
-
-def _seconds(action: Action, forward: Sequence[float], backward: Sequence[float]) -> float:
-    match action.kind:
-        case ActionKind.FORWARD:
-            return forward[action.stage]
-        case ActionKind.BACKWARD:
-            return backward[action.stage]
-        case ActionKind.BACKWARD_INPUT | ActionKind.BACKWARD_WEIGHT:
-            return backward[action.stage] / 2
-    return 0.0
-
-
-def _ready(action: Action, done: dict[tuple[int, bool, int], float], num_stages: int) -> float | None:
-    """When what it needs is there; None: not known yet."""
-    if action.kind is ActionKind.FORWARD and action.stage > 0:
-        return done.get((action.stage - 1, False, action.micro))
-    if action.kind.starts_backward:
-        needs = (
-            (action.stage, False, action.micro) if action.stage == num_stages - 1 else (action.stage + 1, True, action.micro)
-        )
-        return done.get(needs)
-    return 0.0
+    return starts

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from oslo_engine.rewrite.call_keys import Key, NotPlainError, call_key
+
 aten = torch.ops.aten
 META = torch.device("meta")
 CPU = torch.device("cpu")
@@ -70,6 +72,7 @@ class MetaWeights(TorchDispatchMode):
         self.observe: Observer | None = None
         self.num_reads = 0
         self.num_draws = 0
+        self._shapes: dict[Key | None, tuple[Any, list[tuple[torch.Size, torch.dtype]]]] = {}  # of results that recur
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -101,13 +104,25 @@ class MetaWeights(TorchDispatchMode):
         """An operation on real values and parameters: its meta kernel says the shape, and does not touch a real value."""
         if func in INDEXING:
             args = _without_masks(args)
+        key = _key(func, args, kwargs)
+        if key in self._shapes:
+            kind, shapes = self._shapes[key]
+            zeros = [torch.zeros(shape, dtype=dtype, device=CPU) for shape, dtype in shapes]
+            return zeros[0] if kind is None else kind(zeros)
         try:
             out = func(*pytree.tree_map(as_meta, args), **pytree.tree_map(as_meta, kwargs))
         except NO_KERNEL:
             if "grouped_mm" not in str(func):
                 return self._on_zeros(func, args, kwargs)
             out = torch.empty(args[0].shape[0], args[1].shape[-1], dtype=args[0].dtype, device=META)
-        return out if func._schema.is_mutable else pytree.tree_map(materialize, out)
+        if func._schema.is_mutable:
+            return out
+        real = pytree.tree_map(materialize, out)
+        kind = type(out) if type(out) in (tuple, list) else None
+        leaves = [real] if kind is None else list(real)
+        if key is not None and all(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in leaves):
+            self._shapes[key] = kind, [(leaf.shape, leaf.dtype) for leaf in leaves]
+        return real
 
     @staticmethod
     def _on_zeros(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -118,6 +133,14 @@ class MetaWeights(TorchDispatchMode):
         if kwargs.get("device") is not None:
             kwargs["device"] = CPU
         return func(*args, **kwargs)
+
+
+def _key(func: Any, args: Any, kwargs: dict[str, Any]) -> Key | None:
+    """What the shape of a result depends on; None where that cannot be said."""
+    try:
+        return call_key(func, args, kwargs, lambda tensor: (tensor.shape, tensor.stride(), tensor.dtype), [])
+    except NotPlainError:
+        return None
 
 
 def _only_moves(func: Any, tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
