@@ -1,8 +1,11 @@
 """Whether the ranks of one copy of a model were given the same batch: asked at every step, since nothing else would tell.
 
-Tensor-parallel ranks with different batches compute something, and the loss looks like one. So before they begin they exchange
-two numbers each, of the shapes and of the contents of their batches. On an accelerator the answer is read when the forward has
-been put on its queue, so that the question costs no waiting; it lies before that forward's own messages there.
+Tensor-parallel ranks with different batches compute something, and the loss looks like one. So before they begin they tell each
+other three numbers: of what they do, and of the shapes and contents of their batches. On an accelerator the answer is read when
+the forward has been put on its queue, so that the question costs no waiting; it lies before that forward's own messages there.
+
+They tell them by an all-reduce in which each fills its own row. An all-gather would meet the one that a save begins with, if a
+rank saves meanwhile, and take its numbers; with gloo two operations of different kinds wait for each other, which is noticed.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from oslo_engine.comm.fingerprint import contents
 from oslo_engine.errors import BatchError
 
 _PLAIN = (bool, int, float, str)
+_DOES = {0: "a forward without gradients", 1: "a forward"}
 
 
 class BatchComparison:
@@ -35,17 +39,17 @@ class BatchComparison:
     Raises:
         BatchError: on all ranks, where batches differ, if the device is a CPU.
 
-    Communication: one all-gather of 16 bytes over ``axis``.
+    Communication: one all-reduce of 24 bytes for each rank over ``axis``.
     """
 
     def __init__(
         self, batch: Mapping[str, Any], axis: Axis, device: torch.device, *, ranks: tuple[int, ...], number: int
     ) -> None:
         self._batch, self._ranks, self._number = batch, ranks, number
-        mine = _numbers(batch, device)
-        gathered = [torch.empty_like(mine) for _ in range(axis.size)]
-        dist.all_gather(gathered, mine, group=axis.group)
-        self._everybody = torch.stack(gathered).to("cpu", non_blocking=True)
+        table = torch.zeros(axis.size, 3, dtype=torch.int64, device=device)
+        table[axis.rank] = _numbers(batch, device)
+        dist.all_reduce(table, group=axis.group)
+        self._everybody = table.to("cpu", non_blocking=True)
         self._there = None
         if device.type == "cuda":
             self._there = torch.cuda.Event()
@@ -64,7 +68,15 @@ class BatchComparison:
         everybody = [tuple(numbers) for numbers in self._everybody.tolist()]
         if len(set(everybody)) == 1:
             return
-        differ = "the same shapes, but other values" if len({shapes for shapes, _ in everybody}) == 1 else "other shapes"
+        if len({does for does, *_ in everybody}) > 1:
+            one, other = (next(at for at, (found, *_) in enumerate(everybody) if found == does) for does in (1, 0))
+            told = [(self._ranks[at], _DOES[everybody[at][0]]) for at in sorted((one, other))]
+            raise BatchError(
+                "the ranks of one copy of the model must do the same",
+                got=" while ".join(f"rank {rank} is in {what}" for rank, what in told),
+                hint="did one have fewer batches? DataLoader(..., drop_last=True), and the same sampler on all of them",
+            )
+        differ = "the same shapes, but other values" if len({shapes for _, shapes, _ in everybody}) == 1 else "other shapes"
         raise BatchError(
             "the ranks of one copy of the model were given different batches",
             where=f"batch {self._number} of this model",
@@ -82,14 +94,15 @@ def apart(numbers: Sequence[Any], ranks: Sequence[int], kind: str = "rank") -> s
 
 
 def _numbers(batch: Mapping[str, Any], device: torch.device) -> Tensor:
-    """[2] int64: of names, shapes and plain values; and of what the tensors contain."""
+    """[3] int64: whether it trains; of names, shapes and plain values; and of what the tensors contain."""
     shapes, values = 0, torch.zeros((), dtype=torch.int64, device=device)
     for name, value in sorted(batch.items()):
         for leaf in pytree.tree_leaves(value):
             shapes = zlib.crc32(f"{name} {_kind(leaf)}".encode(), shapes)
             if isinstance(leaf, Tensor) and not leaf.requires_grad:
                 values = values * 31 + contents(leaf).to(device, non_blocking=True)
-    return torch.stack([torch.full_like(values, shapes), values])
+    known = [torch.full_like(values, number) for number in (int(torch.is_grad_enabled()), shapes)]
+    return torch.stack([*known, values])
 
 
 def _kind(leaf: Any) -> str:

@@ -8,6 +8,7 @@ all ranks. A model that is not parallelized is trained as ever.
 from __future__ import annotations
 
 import random
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from oslo_engine.checkpoint.training import save_training
 from oslo_engine.errors import UnsupportedError
 from oslo_engine.integrations.accelerate import adopt
 from oslo_engine.integrations.peft import has_adapters
-from oslo_engine.pipeline.loss_check import divides_by_count
+from oslo_engine.pipeline.loss_check import divides_by_count, outer_loss
 from oslo_engine.pipeline.outer_loss import OuterLoss
 from oslo_engine.rewrite.skeleton import skeleton
 from oslo_engine.rewrite.state import ParallelState, parallel_state, split_model_in
@@ -41,6 +42,7 @@ class SplitTraining:
 
     model: Any
     args: Any
+    _oslo_loss: Any = None  # a compute_loss_func, and how it is put together from micro-batches
 
     @property
     def _split(self) -> Any:
@@ -95,20 +97,20 @@ class SplitTraining:
     ) -> Tensor:
         if self._split is None or self._parallel.program is None:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
-        if self.compute_loss_func is not None:
+        if type(self).compute_loss is not sys.modules["transformers"].Trainer.compute_loss:
             raise UnsupportedError(
-                "a pipeline cannot tell whether a loss from outside of the model can be put together from micro-batches",
-                got="compute_loss_func",
-                hint="set model.loss_function before parallelize, or use pp=1",
+                "a pipeline computes the loss stage by stage, so a Trainer's own compute_loss is not called there",
+                where=type(self).__name__,
+                hint="pass compute_loss_func=..., set model.loss_function before parallelize, or use pp=1",
             )
         model.train()
         inputs = self._prepare_inputs(inputs)
-        counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        scale = 1.0 if counted else 1.0 / self.current_gradient_accumulation_steps
+        counted = (self.model_accepts_loss_kwargs or self.compute_loss_func is not None) and num_items_in_batch is not None
+        scale = 1.0 if counted or self.compute_loss_func is not None else 1.0 / self.current_gradient_accumulation_steps
         if counted:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
             scale *= self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-        with self.compute_loss_context_manager(), self._parallel.program.loss_from(self._smoothed(inputs)):
+        with self.compute_loss_context_manager(), self._parallel.program.loss_from(self._outer_loss(inputs)):
             micros = model(**inputs)
         total = torch.zeros((), device=self.args.device)
         for micro in micros:
@@ -117,18 +119,32 @@ class SplitTraining:
             total += loss.detach()
         return total
 
-    def _smoothed(self: Any, inputs: dict[str, Any]) -> OuterLoss | None:
-        """With label smoothing what ``compute_loss`` does with the output of the model."""
-        if self.label_smoother is None or "labels" not in inputs:
+    def _outer_loss(self: Any, inputs: dict[str, Any]) -> OuterLoss | None:
+        """What ``compute_loss`` does with the output of the model, where it does not take the model's own loss."""
+        if "labels" not in inputs:
+            return None
+        if self.compute_loss_func is not None:
+            return self._loss_of(self.compute_loss_func)
+        if self.label_smoother is None:
             return None
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         shift = transformers_class(type(self._split)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
-        def loss(output: Any, labels: Tensor, count: Any) -> Any:
+        def smoothed(output: Any, labels: Tensor, count: Any) -> Any:
             return self.label_smoother(output, labels, shift_labels=shift, num_items_in_batch=count)
 
-        return OuterLoss(loss, shift)
+        return OuterLoss(smoothed, shift, divides_by_count=True)
+
+    def _loss_of(self: Any, function: Any) -> OuterLoss:
+        if self._oslo_loss is None or self._oslo_loss[0] is not function:
+
+            def compute(output: Any, labels: Tensor, count: Any) -> Any:
+                return function(output, labels, num_items_in_batch=count)
+
+            self._oslo_loss = function, outer_loss(self._parallel.program.flows.twin.train(), compute)
+        found: OuterLoss = self._oslo_loss[1]
+        return found
 
     # Checkpoints
 

@@ -7,7 +7,7 @@ different numbers of labels, together and each alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from oslo_engine.errors import OsloError, UnsupportedError
-from oslo_engine.pipeline.micro_batch import IGNORED_LABEL, split_batch, weigh_by_labels
+from oslo_engine.pipeline.micro_batch import IGNORED_LABEL, loss_weights, split_batch, weigh_by_labels
+from oslo_engine.pipeline.outer_loss import LABELS, OuterLoss, without_labels
 from oslo_engine.rewrite.meta_weights import without_weights
 from oslo_engine.rewrite.skeleton import example_inputs
 
@@ -71,6 +72,57 @@ def divides_by_count(twin: PreTrainedModel) -> bool:
     except Exception:  # whatever a model's own code raises on an example that it does not expect
         return True
     return abs(once - 2 * half) <= _LARGEST_DIFFERENCE * abs(once)
+
+
+def outer_loss(twin: PreTrainedModel, compute: Callable[[Any, Tensor, Any], Tensor]) -> OuterLoss:
+    """How a loss from outside of the model can be put together from those of micro-batches.
+
+    Args:
+        twin: the model on meta.
+        compute: see ``OuterLoss``.
+
+    Raises:
+        UnsupportedError: in no known way, or it cannot be asked.
+    """
+    reason = "another sum"
+    try:
+        found = _asked(twin, compute)
+    except Exception as error:  # whatever a user's function raises on random logits
+        found, reason = None, f"{type(error).__name__}: {error}"
+    if found is None:
+        raise UnsupportedError(
+            "this loss from outside of the model cannot be put together from micro-batches",
+            where=type(twin).__name__,
+            expected="a function of logits and labels: a sum over labels, or a mean over all of them other than -100",
+            got=reason,
+            hint="use pp=1, or set model.loss_function before parallelize",
+        )
+    return found
+
+
+def _asked(twin: PreTrainedModel, compute: Callable[[Any, Tensor, Any], Tensor]) -> OuterLoss | None:
+    inputs = example_inputs(twin, "train")
+    inputs[LABELS] = _uneven(inputs[LABELS])
+    if twin.config.is_encoder_decoder:
+        inputs.setdefault("decoder_input_ids", inputs[LABELS].clamp(min=0))
+    micros, count = split_batch(inputs, 1), (inputs[LABELS] != IGNORED_LABEL).sum()
+    logits, alone = _Logits(len(micros)), []
+    with without_weights(twin), torch.no_grad():
+        handle = twin.get_output_embeddings().register_forward_hook(logits)
+        try:
+            whole = float(compute(twin(**without_labels(inputs)), inputs[LABELS], count))
+            for micro in micros:
+                logits.of_row(micro.index)
+                alone.append(float(compute(twin(**without_labels(micro.kwargs)), micro.kwargs[LABELS], count)))
+        finally:
+            handle.remove()
+    ways = {(True, False): [1.0] * len(micros)}
+    ways |= {(False, shift): loss_weights(micros, shift_labels=shift, divides_by_count=False) for shift in (True, False)}
+    for (divides, shift), weights in ways.items():
+        summed = sum(weight * loss for weight, loss in zip(weights, alone, strict=True))
+        if abs(whole - summed) <= _LARGEST_DIFFERENCE * max(abs(whole), abs(summed)):
+            return OuterLoss(compute, shift, divides)
+    return None
 
 
 def _losses(twin: PreTrainedModel, shift_labels: bool) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from oslo_engine.planning.stage_costs import StageCosts
 
 _BUCKET_BYTES = 32 << 20  # of ``all_reduce_together``
 _NUMBER = 8  # bytes of a number in a header or a loss message
-_LOSS_NUMBERS, _AGREED_NUMBERS, _COMPARED_NUMBERS = 5, 3, 2
+_LOSS_NUMBERS, _AGREED_NUMBERS, _COMPARED_NUMBERS = 5, 3, 3
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def rank_messages(
         _count_stage(count, plan, stage, candidate.micro_batches, costs[stage], trains=workload.trains)
     if plan.topology.tp > 1 and workload.trains:  # the ranks compare their batches, before each forward or pipeline batch
         times = 1 if plan.topology.pp > 1 else candidate.micro_batches
-        count.add("tp", "allgather", times, times * _NUMBER * _COMPARED_NUMBERS)
+        count.add("tp", "allreduce", times, times * _NUMBER * _COMPARED_NUMBERS * plan.topology.tp * plan.topology.pp)
     if plan.topology.pp > 1 and workload.trains:
         _count_losses(count, plan, pp_rank, candidate.micro_batches)
         _count_shared(count, held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -105,17 +106,60 @@ def test_seq2seq_trainer_predicts_with_generate(rank_pool: Any, tmp_path: Path, 
             assert loss == pytest.approx(wanted.metrics["test_loss"], rel=1e-4)
 
 
-def outside_loss(folder: Path) -> str:
+def of_labels(reduction: str, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    loss = torch.nn.functional.cross_entropy(logits, targets, reduction=reduction, ignore_index=-100)
+    return 3 * loss / (num_items_in_batch if reduction == "sum" and num_items_in_batch is not None else 1)
+
+
+OUTSIDE = {
+    "sum": functools.partial(of_labels, "sum"),
+    "mean": functools.partial(of_labels, "mean"),
+    "of logits": lambda outputs, labels, num_items_in_batch: outputs.logits.square().mean(),
+    "of what it has not": lambda outputs, labels, num_items_in_batch: outputs.rewards.sum(),
+}
+
+
+def from_outside(folder: Path, kind: str, more: dict[str, Any]) -> list[float] | str:
+    trainer = split_trainer(folder, 1, 2, **more)
+    trainer.compute_loss_func = OUTSIDE[kind]
+    try:
+        trainer.train()
+    except UnsupportedError as error:
+        return str(error)
+    return curve(trainer)
+
+
+@pytest.mark.parametrize("kind", ["sum", "mean"])
+def test_a_loss_from_outside_of_the_model_gives_the_curve_of_the_unsplit_one(rank_pool: Any, tmp_path: Path, kind: str) -> None:
+    more = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    reference = reference_trainer(tmp_path, **more)
+    reference.compute_loss_func = OUTSIDE[kind]
+    reference.train()
+    for losses in rank_pool(2).run(from_outside, tmp_path, kind, more):
+        assert losses == pytest.approx(curve(reference), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["of logits", "of what it has not"])
+def test_a_loss_that_micro_batches_do_not_add_up_to_is_refused(rank_pool: Any, tmp_path: Path, kind: str) -> None:
+    for message in rank_pool(2).run(from_outside, tmp_path, kind, {}):
+        assert "cannot be put together from micro-batches" in message
+
+
+def own_loss(folder: Path) -> str:
     trainer = split_trainer(folder, 1, 2)
-    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs.logits.sum()
+    trainer.__class__ = type(
+        "Own", (type(trainer),), {"compute_loss": lambda self, model, inputs, **_: model(**inputs).loss * 3}
+    )
     with pytest.raises(UnsupportedError) as refused:
         trainer.train()
     return str(refused.value)
 
 
-def test_a_loss_from_outside_of_the_model_is_refused_in_a_pipeline(rank_pool: Any, tmp_path: Path) -> None:
-    for message in rank_pool(2).run(outside_loss, tmp_path):
-        assert "compute_loss_func" in message
+def test_a_trainer_with_a_compute_loss_of_its_own_is_refused_in_a_pipeline(rank_pool: Any, tmp_path: Path) -> None:
+    for message in rank_pool(2).run(own_loss, tmp_path):
+        assert "compute_loss" in message
+        assert "Own" in message
 
 
 def smoothed(folder: Path, name: str, tp: int, pp: int, more: dict[str, Any]) -> tuple[list[float], list[float], float]:

@@ -40,9 +40,9 @@ def gradients_of_norms_not_summed() -> None:
 
 
 def tied_gradients_not_summed() -> None:
-    from oslo_engine.pipeline import model_program
+    from oslo_engine.pipeline.shared_gradients import SharedGradients
 
-    model_program._SharedGradients.sum = lambda self, parameters, gradients: gradients  # type: ignore[method-assign]
+    SharedGradients.sum = lambda self, parameters, gradients: gradients  # type: ignore[method-assign]
 
 
 def micro_batches_weigh_the_same() -> None:
