@@ -139,7 +139,7 @@ def _check_entrywise(optimizer: Optimizer, held: _Held) -> None:
             return
         if not found:
             raise UnsupportedError(
-                f"{name} does not work entry by entry: it would change this rank's part of the weights otherwise than the whole",
+                f"{name} does not work entry by entry: it would change a rank's part of a weight otherwise than the whole",
                 where=f"{type(optimizer).__module__}.{name}, tp={topology.tp}, pp={topology.pp}",
                 expected="an optimizer such as AdamW, Adam, SGD, RMSprop, Adagrad or Lion",
                 hint=f"use one of these; {name} works with tp=1 and pp=1"
