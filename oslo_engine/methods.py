@@ -243,6 +243,13 @@ class ParallelMethods(ParallelConstructors):
             return encoder
         return state.program.callable_part(encoder)
 
+    def _get_static_cache_init_shape(self) -> Any:
+        """None, so that every layer of a static cache is made when it is first used: Transformers would ask the config for the
+        heads, the layers and the device, and here they are those of this rank, or lie where the blocks lie."""
+        if "_oslo" in self.__dict__ or self._placement is not None:
+            return None
+        return super()._get_static_cache_init_shape()  # type: ignore[misc]
+
     def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> LogitsProcessorList:
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)  # type: ignore[misc]
         use_fused_ngram_blocking(processors)
