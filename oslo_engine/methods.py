@@ -192,6 +192,11 @@ class ParallelMethods(ParallelConstructors):
         if "_oslo" in self.__dict__:
             self._parallel.set_adapters((), ())
 
+    def __getstate__(self) -> Any:
+        """What says that a split model cannot be pickled comes first, before modules that could not say it so well."""
+        state = dict(self.__dict__)
+        return {"_oslo": state.pop("_oslo"), **state} if "_oslo" in state else state
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if "_oslo" in self.__dict__:
             refuse_saving_alone(self.gpu_modules(), sys._getframe(1))

@@ -290,7 +290,9 @@ def _tensor_names(model: nn.Module) -> tuple[dict[str, tuple[str, ...]], frozens
 def _tensors_kept(model: nn.Module) -> dict[str, Tensor]:
     """Tensors that lie on modules as plain attributes, by name."""
     modules = model.named_modules()
-    return {f"{name}.{key}": value for name, module in modules for key, value in vars(module).items() if isinstance(value, Tensor)}
+    return {
+        f"{name}.{key}": value for name, module in modules for key, value in vars(module).items() if isinstance(value, Tensor)
+    }
 
 
 def _belongs(aliases: Sequence[str], block: str) -> bool:
