@@ -29,6 +29,10 @@ _BLIND = {
     "pad_token_id",
     "min_new_tokens",
     "use_cache",
+    # A prompt that may run with others has these as they are for a single answer.
+    "num_beams",
+    "num_return_sequences",
+    "return_dict_in_generate",
 }
 _PLAIN = (bool, int, float, str, type(None))
 # Defaults of a model's generation settings that look at earlier tokens, with the values at which they do nothing.

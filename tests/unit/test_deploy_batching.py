@@ -29,6 +29,12 @@ def key(ids: torch.Tensor, told: Traits | None = None, **settings: Any) -> Any:
     return None if found is None else batch_key(*found, told or traits())
 
 
+def test_a_single_answer_may_be_asked_for_by_name() -> None:
+    stated: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
+    short, long = key(rows([5, 6]), max_new_tokens=3, **stated), key(rows([5, 6, 7]), max_new_tokens=9, **stated)
+    assert short == long is not None
+
+
 def test_lengths_and_limits_may_differ() -> None:
     assert key(rows([5, 6]), max_new_tokens=3, top_k=4) == key(rows([5, 6, 7]), max_new_tokens=9, top_k=4) is not None
 
