@@ -44,6 +44,7 @@ def parallelize(
     device_map: DeviceMap | str | None = None,
     max_memory: Mapping[Any, int | str] | int | str | None = None,
     workload: Workload | None = None,
+    **unknown: Any,
 ) -> Model:
     """Split a model over the ranks of this job, or with ``device_map`` over the devices of this process, in place.
 
@@ -90,6 +91,8 @@ def parallelize(
 
     Communication: without a device map collective; every rank of the job must call it with the same arguments.
     """
+    if unknown:
+        raise _unknown_argument(next(iter(unknown)))
     settings = {
         "tp": (tp, 1),
         "pp": (pp, 1),
@@ -161,6 +164,16 @@ def parallelize(
     if fuse is not None and fuse is not False:
         fuse_model(model, fuse)
     return outer
+
+
+def _unknown_argument(name: str) -> Exception:
+    if name != "deployment":
+        return TypeError(f"parallelize() got an unexpected keyword argument {name!r}")
+    return UnsupportedError(
+        "a model in this process cannot be deployed: workers load their slices of a checkpoint themselves",
+        got="deployment",
+        hint="oslo_engine.AutoModelForCausalLM.from_pretrained_with_parallel(path, tensor_parallel_size=2, deployment=True)",
+    )
 
 
 def _by_itself(

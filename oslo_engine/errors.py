@@ -92,6 +92,10 @@ class DeploymentError(OsloError, RuntimeError):
     """A deployed model cannot take or finish a call; ``where`` is the rank."""
 
 
+class NotHereError(OsloError, AttributeError):
+    """What a model has and a deployed model has not: its modules and weights lie in other processes."""
+
+
 class QueueFullError(DeploymentError):
     """As many calls wait already as the deployment allows."""
 

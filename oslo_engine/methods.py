@@ -203,6 +203,11 @@ class ParallelMethods(ParallelConstructors):
             refuse_new_prompts(self.gpu_modules(), sys._getframe(1))
         return super().get_submodule(target)  # type: ignore[misc, no-any-return]
 
+    def __getstate__(self) -> Any:
+        """What says that a split model cannot be pickled comes first, before modules that could not say it so well."""
+        state = dict(self.__dict__)
+        return {"_oslo": state.pop("_oslo"), **state} if "_oslo" in state else state
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if "_oslo" in self.__dict__:
             refuse_saving_alone(self.gpu_modules(), sys._getframe(1))
@@ -253,6 +258,13 @@ class ParallelMethods(ParallelConstructors):
         if state is None or state.program is None or state.switch.current is not None or encoder is self:
             return encoder
         return state.program.callable_part(encoder)
+
+    def _get_static_cache_init_shape(self) -> Any:
+        """None, so that every layer of a static cache is made when it is first used: Transformers would ask the config for the
+        heads, the layers and the device, and here they are those of this rank, or lie where the blocks lie."""
+        if "_oslo" in self.__dict__ or self._placement is not None:
+            return None
+        return super()._get_static_cache_init_shape()  # type: ignore[misc]
 
     def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> LogitsProcessorList:
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)  # type: ignore[misc]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 
 from oslo_engine.cli.output import bad_input_ends
+
+
+class Dtype(StrEnum):
+    AUTO, FLOAT32, BFLOAT16, FLOAT16 = "auto", "float32", "bfloat16", "float16"
+
 
 Layout, Access, Limits = "Layout", "Access", "Limits"
 
@@ -16,7 +22,7 @@ def serve(
     model: Annotated[str, typer.Argument(help="Hub name, or a folder with a checkpoint, merged or split, and a tokenizer.")],
     tp: Annotated[int, typer.Option(help="Tensor-parallel size.", rich_help_panel=Layout)] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline-parallel size.", rich_help_panel=Layout)] = 1,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=Layout)] = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights.", rich_help_panel=Layout)] = Dtype.AUTO,
     policy: Annotated[
         Optional[str], typer.Option(help="Name or YAML file; by default the installed one.", rich_help_panel=Layout)  # noqa: UP045
     ] = None,
@@ -42,6 +48,7 @@ def serve(
         from oslo_engine.serve.settings import ServerSettings
 
         log_in_lines(log_level)
+        config = load_config(model)
         listening = bind(host, port)
         settings = ServerSettings(
             name or Path(model).name,
@@ -52,8 +59,26 @@ def serve(
         )
         tokenizer = load_tokenizer(model)
         deployment = Deployment(max_queue=max_queue, max_batch_rows=max_batch_rows)
-        with load_model(model, tp, pp, dtype, policy, deployment) as deployed:
+        with load_model(model, config, tp, pp, dtype.value, policy, deployment) as deployed:
             run_server(build_app(deployed, tokenizer, settings), listening, settings)
+
+
+def load_config(model: str) -> Any:
+    from transformers import AutoConfig
+
+    from oslo_engine.errors import CheckpointError
+
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        folder, told = Path(model), str(error).partition("\n")[0]
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            raise CheckpointError("the folder has no model in it", where=model, expected="a file config.json") from None
+        if folder.is_dir():
+            raise CheckpointError("the model's config.json cannot be read", where=model, got=told) from None
+        raise CheckpointError(
+            "there is no such model", where=model, expected="a folder, or a name on the hub that can be reached", got=told
+        ) from None
 
 
 def load_tokenizer(model: str) -> Any:
@@ -67,13 +92,12 @@ def load_tokenizer(model: str) -> Any:
         raise CheckpointError("the model has no tokenizer", where=model, got=str(error).partition("\n")[0]) from None
 
 
-def load_model(model: str, tp: int, pp: int, dtype: str, policy: str | None, deployment: Any) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+def load_model(model: str, config: Any, tp: int, pp: int, dtype: str, policy: str | None, deployment: Any) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     from oslo_engine.methods import with_parallel_methods
 
-    texts_to_texts = AutoConfig.from_pretrained(model).is_encoder_decoder
-    cls: Any = with_parallel_methods(AutoModelForSeq2SeqLM if texts_to_texts else AutoModelForCausalLM)
+    cls: Any = with_parallel_methods(AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM)
     return cls.from_pretrained_with_parallel(
         model, tensor_parallel_size=tp, pipeline_parallel_size=pp, dtype=dtype, policy=policy, deployment=deployment
     )

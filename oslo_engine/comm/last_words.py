@@ -9,6 +9,9 @@ The thread also writes that its rank is alive, and where it stands (see ``calls`
 an exception that somebody caught on one rank only, or a rank that saves while the others train, ends the job with the cause.
 A rank that is killed leaves no words. Its peers see a broken connection; one of them then finds out who is not alive any more.
 With NCCL they see nothing, and the launcher ends the job.
+A rank that is stopped (SIGSTOP), or whose machine hangs, breaks no connection. Its line in the store stands still, and a rank that
+waits for it ends the job. The line is written by a thread of its own, so whatever the main thread does, it is renewed, unless
+something holds Python's lock all that time; hence the long limit.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ _LOOK_EVERY_S = 1.0
 _GRACE_S = 1.5  # for the main thread to fail by itself, with a traceback that tells more
 _SILENT_S = 2.5  # without a sign of life
 _TEARDOWN_S = 2.5  # of the interpreter, after the last words
+_STOPPED_S, _STOPPED_BY_DEFAULT_S = "OSLO_ENGINE_STOPPED_S", "120"  # a line that stands still; 0: for ever
+_WAITING = ("torch/autograd/graph.py", "torch/distributed/distributed_c10d.py")  # backward, and collectives
 _watches: list[_Watch] = []
 
 
@@ -63,6 +68,9 @@ class _Watch:
         self._store, self._rank, self._num_ranks, self._world = store, rank, num_ranks, world
         self._calls: list[Calls] = []
         self._suspected: dict[tuple[str, int, str], float] = {}
+        self._still: dict[int, tuple[Any, int]] = {}
+        self._stopped_s = float(os.environ.get(_STOPPED_S, _STOPPED_BY_DEFAULT_S))
+        self._main = threading.main_thread().ident
         self._beat, self._place = 0, f"process {os.getpid()} on {socket.gethostname()}"
         self._failed = self._store_is_gone = False
         self._first: str | None = None  # kept, since the store may be gone when the main thread comes to ask
@@ -163,10 +171,41 @@ class _Watch:
             found = self._apart_from(calls, calls.tp_ranks, left_behind) or self._apart_from(
                 calls, calls.model_ranks, gone_apart
             )
+            found = found or self._stands_still(calls)
             if found is not None:
                 self._write(_FAILED, found)
                 return found
         return None
+
+    def _stands_still(self, calls: Calls) -> str | None:
+        """What to say of the next rank, if it gives no sign of life while this one waits for it.
+
+        Looks are counted and not seconds: this rank may have been stopped too.
+        """
+        peer = calls.model_ranks[(calls.model_ranks.index(self._rank) + 1) % len(calls.model_ranks)]
+        line = self._read(_alive(peer))
+        if line is None or not self._stopped_s or not (calls.standing.state == "inside" or self._main_thread_waits()):
+            self._still.pop(peer, None)
+            return None
+        now = line, calls.name, calls.standing
+        before, looks = self._still.get(peer, (None, 0))
+        self._still[peer] = now, looks + 1 if before == now else 0
+        seconds = self._still[peer][1] * _LOOK_EVERY_S
+        if seconds < self._stopped_s:
+            return None
+        return (
+            f"rank {peer} ({line.split('|')[1]}) has given no sign of life for {seconds:.0f} s, while rank {self._rank} waited "
+            f"for it: was it stopped, or does its machine hang? ({_STOPPED_S} sets this limit)"
+        )
+
+    def _main_thread_waits(self) -> bool:
+        """Whether it is in a backward or a collective, as far as Python can tell."""
+        frame = sys._current_frames().get(self._main or 0)
+        while frame is not None:
+            if frame.f_code.co_filename.endswith(_WAITING):
+                return True
+            frame = frame.f_back
+        return False
 
     def _apart_from(self, calls: Calls, ranks: tuple[int, ...], fault: Any) -> str | None:
         """A fault between this rank and the next one, which lasts. Everybody has a next one, so every fault is found."""

@@ -15,7 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 from oslo_engine.comm.calls import Calls
 from oslo_engine.comm.collectives import Axis
 from oslo_engine.comm.last_words import watch_each_other
-from oslo_engine.errors import TopologyError
+from oslo_engine.errors import TopologyError, UnsupportedError
 from oslo_engine.topology import AXES, Coordinate, Topology
 
 Made = TypeVar("Made")
@@ -58,6 +58,16 @@ class Mesh:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self  # process groups cannot be copied
+
+    def __reduce__(self) -> Any:
+        """Of a model that is whole in every process: it finds its place anew in the process where it is unpickled."""
+        if self.topology.tp * self.topology.pp > 1:
+            raise UnsupportedError(
+                "a split model cannot be pickled: this process has a slice of it, and groups that end with the process",
+                got=f"tp={self.topology.tp}, pp={self.topology.pp}",
+                hint="model.save_pretrained_with_parallel(folder) on every rank, and from_pretrained_with_parallel(folder)",
+            )
+        return build_mesh, (1, 1)
 
 
 _MESHES: dict[tuple[int, int], tuple[Any, Mesh]] = {}

@@ -29,6 +29,10 @@ _BLIND = {
     "pad_token_id",
     "min_new_tokens",
     "use_cache",
+    # A prompt that may run with others has these as they are for a single answer.
+    "num_beams",
+    "num_return_sequences",
+    "return_dict_in_generate",
 }
 _PLAIN = (bool, int, float, str, type(None))
 # Defaults of a model's generation settings that look at earlier tokens, with the values at which they do nothing.
@@ -68,11 +72,12 @@ def as_prompt(
     if ids is None:
         ids = settings.pop("inputs", None)
     mask = settings.pop("attention_mask", None)
-    single = settings.get("num_return_sequences") in (None, 1) and settings.get("num_beams", traits.beams) in (None, 1)
+    own = traits.generation_config
+    single = all(_asked(name, settings, own) in (None, 1) for name in ("num_return_sequences", "num_beams"))
     plain = not any(isinstance(value, Tensor) for value in settings.values()) and "generation_config" not in settings
     rows = isinstance(ids, Tensor) and ids.ndim == 2 and ids.numel() and not ids.is_floating_point()
     masked = mask is None or (isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.shape == ids.shape)
-    if args or not (single and plain and rows and masked) or settings.get("return_dict_in_generate"):
+    if args or not (single and plain and rows and masked) or _asked("return_dict_in_generate", settings, own):
         return None
     limit = settings.get("max_new_tokens")
     if type(limit) is int and limit > 0 and not getattr(traits.config, "is_encoder_decoder", False):
@@ -85,16 +90,21 @@ def as_prompt(
 
 def batch_key(prompt: Prompt, settings: dict[str, Any], traits: Traits) -> Hashable | None:
     """Calls with the same key may run together; None: with no other."""
-    if not all(_is_plain(value) for value in settings.values()):
+    if not all(is_plain(value) for value in settings.values()):
         return None
     if prompt.mask is None and int(pad_token(settings, traits.generation_config)) in prompt.ids:
         return None  # Transformers then guesses the mask from the whole batch
     named = tuple(sorted((name, _frozen(value)) for name, value in settings.items()))
-    mixed = traits.mixes_lengths and not traits.looks_back and prompt.max_new_tokens is not None and set(settings) <= _BLIND
+    mixed = (
+        traits.mixes_lengths
+        and not looks_back(traits.generation_config)
+        and prompt.max_new_tokens is not None
+        and set(settings) <= _BLIND
+    )
     return named, prompt.max_new_tokens is None, None if mixed else prompt.ids.shape[1]
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, (list, tuple)) and all(isinstance(one, _PLAIN) for one in value))
 
 

@@ -189,10 +189,10 @@ class Dispatcher:
         first = calls[0]
         try:
             if first.prompt is None:
-                work = pack(RunMethod(first.number, first.method, first.args, first.kwargs, first.seed))
+                work = pack(RunMethod(first.number, first.method, first.args, first.kwargs, first.seed, first.defaults))
             else:
                 prompts = tuple(call.prompt for call in calls if call.prompt is not None)
-                work = pack(RunPrompts(first.number, prompts, first.kwargs, first.seed))
+                work = pack(RunPrompts(first.number, prompts, first.kwargs, first.seed, first.defaults))
         except Exception as error:
             self._fail_running(_unsendable(error))
             return

@@ -5,16 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import random
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
+from oslo_engine.deploy.folder import SharedFolder, clear_left_behind
 from oslo_engine.deploy.hidden_main import main_hidden
 from oslo_engine.deploy.messages import Problem, Ready, Stop, Traits, pack, receive
 from oslo_engine.deploy.settings import Deployment
@@ -22,7 +20,12 @@ from oslo_engine.deploy.watch import Watch
 from oslo_engine.errors import CallCancelledError, DeploymentError, PipelineError, WorkerDied
 
 # Imported once, in the process that the workers are forked from. It is a fresh one, without threads or a GPU in use.
-_PRELOAD = ["torch.distributed.pipelining.schedules", "transformers.generation.utils", "oslo_engine.deploy.worker"]
+_PRELOAD = [
+    "torch.distributed.pipelining.schedules",
+    "transformers.generation.utils",
+    "oslo_engine.deploy.worker",
+    "oslo_engine.deploy.forker",
+]
 _GRACE_S = 1.0  # after one worker has failed, the others may still say what they know
 _STOP_S = 5.0
 _KILL_S = 10.0  # a process that waits for a dead disk or driver does not even end then
@@ -34,7 +37,7 @@ class WorkerGroup:
 
     processes: list[Any]
     pipes: list[Connection]
-    folder: Path
+    folder: SharedFolder
     traits: Traits | None = None
     watch: Watch | None = None
 
@@ -60,14 +63,15 @@ class WorkerGroup:
         """
         from oslo_engine.deploy.worker import Assignment, run_worker
 
-        group = cls([], [], Path(tempfile.mkdtemp(prefix="oslo-deploy-")))
+        clear_left_behind()
+        group = cls([], [], SharedFolder())
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         seed = random.SystemRandom().getrandbits(63)
         try:
             for rank in range(num_ranks):
                 ours, theirs = context.Pipe()
-                assignment = Assignment(rank, num_ranks, group.folder, load, settings, seed)
+                assignment = Assignment(rank, num_ranks, group.folder.path, load, settings, seed)
                 process = context.Process(target=run_worker, args=(assignment, theirs), daemon=True, name=f"rank {rank}")
                 with main_hidden():
                     process.start()
@@ -77,7 +81,7 @@ class WorkerGroup:
                 group.processes.append(process)
                 group.pipes.append(ours)
             group.traits = group._wait_until_ready(settings.start_timeout_s, given_up)
-            group.watch = Watch(group.processes, group.folder, settings, is_busy)
+            group.watch = Watch(group.processes, group.folder.path, settings, is_busy)
         except BaseException:
             group.kill()
             raise
@@ -152,7 +156,7 @@ class WorkerGroup:
             process.join(_KILL_S)
         for pipe in self.pipes:
             pipe.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.remove()
 
 
 def told(problems: dict[int, Problem]) -> BaseException:

@@ -7,7 +7,7 @@ Messages are pickled by value and go through one pipe for each worker: no shared
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -34,13 +34,17 @@ class Prompt:
 
 @dataclass(frozen=True)
 class RunMethod:
-    """Call a method of the model. ``seed``: of torch, before it."""
+    """Call a method of the model.
+
+    seed: of torch, before it. defaults: settings of ``model.generation_config`` that the parent has changed.
+    """
 
     number: int
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     seed: int | None = None
+    defaults: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class RunPrompts:
     prompts: tuple[Prompt, ...]
     settings: dict[str, Any]
     seed: int | None = None
+    defaults: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,15 +79,15 @@ class Traits:
     """What the parent must know of the model.
 
     mixes_lengths: whether prompts of different lengths, padded on the left, give what each gives alone.
-    beams: that its own generation settings ask for.
-    looks_back: its own generation settings look at earlier tokens, padding among them, so lengths cannot be mixed.
+    class_name, dtype, can_generate: of the model.
     """
 
     config: Any
     generation_config: Any
     mixes_lengths: bool
-    beams: int
-    looks_back: bool
+    class_name: str = ""
+    dtype: Any = None
+    can_generate: bool = True
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import itertools
 import os
 import queue
@@ -11,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,14 +20,14 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from oslo_engine.deploy.batching import as_prompt, batch_key
+from oslo_engine.deploy.batching import as_prompt, batch_key, is_plain
 from oslo_engine.deploy.calls import Call, RunningCall
 from oslo_engine.deploy.changes import Change, load_changed
 from oslo_engine.deploy.dispatcher import Dispatcher
 from oslo_engine.deploy.group import WorkerGroup
 from oslo_engine.deploy.messages import pack
-from oslo_engine.deploy.settings import Deployment
-from oslo_engine.errors import DeploymentError, UnsupportedError
+from oslo_engine.deploy.settings import Deployment, check_seed
+from oslo_engine.errors import DeploymentError, NotHereError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class DeployedModel:
         Exception: what a worker raised while it loaded; no worker is left.
 
     Attributes:
-        config, generation_config: the model's own, to be read.
+        config: the model's own, to be read: a change has no effect.
+        generation_config: the model's own. Its settings, where they are changed here, go along with every call.
     """
 
     device = torch.device("cpu")  # of what is passed in and comes back
@@ -83,6 +85,7 @@ class DeployedModel:
         self._dispatcher, self._changes = Dispatcher(start, settings), changes
         self._traits, self.settings = self._dispatcher.traits, settings
         self.config, self.generation_config = self._traits.config, self._traits.generation_config
+        self._defaults_of_workers = _settings_of(copy.deepcopy(self.generation_config))
         self._numbers = itertools.count()
         self._started, self._pid = time.monotonic(), os.getpid()
         self._at_exit = weakref.finalize(self, _close_here, self._dispatcher, self._pid)
@@ -98,7 +101,8 @@ class DeployedModel:
         Args:
             args, kwargs: of ``generate``, tensors on any device. What is passed (stopping criteria, ...) must be defined in a
                 module that can be imported, not in the script itself.
-            seed: of sampling: the tokens are then those of ``torch.manual_seed(seed)`` and the unsplit model.
+            seed: of sampling: the tokens are then those of ``torch.manual_seed(seed)`` and the unsplit model. Without it
+                every call draws anew, in the workers: torch's seed in this process does not count.
 
         Returns:
             As the unsplit model, on the CPU; caches in the output are None.
@@ -153,7 +157,10 @@ class DeployedModel:
         What it changes in the workers is lost where these are started anew; ``fuse`` and ``unfuse`` are repeated then.
 
         Returns:
-            What rank 0's returned; None in the place of caches and modules, which stay with the workers.
+            What rank 0's returned; None in the place of caches, and where a method returns the model itself.
+
+        Raises:
+            DeploymentError: it returned modules, or something else that stays with the workers.
         """
         return self._start(self._method_call(method, args, kwargs)).result()
 
@@ -172,9 +179,41 @@ class DeployedModel:
         """Of the last ``fuse``, as rank 0 has it; None while nothing is fused."""
         return self.call("fusion_report")
 
+    # As a model has it
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._traits.dtype
+
+    def can_generate(self) -> bool:
+        return self._traits.can_generate
+
+    def eval(self) -> DeployedModel:
+        """A deployed model is in evaluation mode. Returns the model."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise NotHereError(
+            "a deployed model has no such attribute in this process",
+            where=f"{type(self).__name__}.{name}",
+            got="its modules and weights lie with the workers, in evaluation mode",
+            hint=f"model.call({name!r}, ...) asks the workers' model for what can be sent; "
+            "to train, move or save a model, load it without deployment",
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise DeploymentError(
+            "a deployed model cannot be copied, pickled or sent to another process",
+            got="it is a connection to workers of this process",
+            hint="hand the model itself to threads; another process loads its own",
+        )
+
     # Its life
 
     def health(self) -> Health:
+        self._check_process()
         told = self._dispatcher
         return Health(
             told.state, told.pids, told.restarts, told.num_waiting, told.num_running, time.monotonic() - self._started
@@ -193,7 +232,7 @@ class DeployedModel:
         self.close()
 
     def _method_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        call = Call(next(self._numbers), method, _on_cpu(args), _on_cpu(kwargs))
+        call = Call(next(self._numbers), method, _on_cpu(args), _on_cpu(kwargs), defaults=self._changed_defaults())
         if method in ("fuse", "unfuse"):
             # In the thread that also starts workers anew: between the two nothing can be forgotten.
             call.future.add_done_callback(lambda future: None if _failed(future) else self._remember(call))
@@ -206,14 +245,24 @@ class DeployedModel:
     def _generate_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None, on_token: Callable[[int], None] | None = None
     ) -> Call:
+        check_seed(seed)
         args, kwargs = _on_cpu(args), _on_cpu(kwargs)
-        number = next(self._numbers)
-        found = as_prompt(args, kwargs, self._traits, streams=on_token is not None)
+        number, defaults = next(self._numbers), self._changed_defaults()
+        traits = replace(self._traits, generation_config=self.generation_config)
+        found = as_prompt(args, kwargs, traits, streams=on_token is not None)
         if found is None:
-            return Call(number, "generate", args, kwargs, seed=seed)
+            return Call(number, "generate", args, kwargs, seed=seed, defaults=defaults)
         prompt, settings = found
-        key = None if seed is not None else batch_key(prompt, settings, self._traits)
-        return Call(number, "generate", (), settings, prompt, key, seed, on_token)
+        key = None if seed is not None else batch_key(prompt, settings, traits)
+        if key is not None and defaults:
+            key = (key, repr(sorted(defaults.items()))) if all(map(is_plain, defaults.values())) else None
+        return Call(number, "generate", (), settings, prompt, key, seed, defaults, on_token)
+
+    def _changed_defaults(self) -> dict[str, Any]:
+        """Settings of ``generation_config`` that are not what the workers have."""
+        now, theirs = _settings_of(self.generation_config), self._defaults_of_workers
+        changed = {name: value for name, value in now.items() if name not in theirs or not _same(theirs[name], value)}
+        return {**{name: None for name in theirs if name not in now}, **changed}
 
     def _start(self, call: Call, tokens: queue.SimpleQueue[Any] | None = None) -> RunningCall:
         self._check_process()
@@ -229,6 +278,15 @@ class DeployedModel:
                 got=f"process {os.getpid()}",
                 hint="load it after the web server has forked its own workers (gunicorn without --preload)",
             )
+
+
+def _settings_of(generation_config: Any) -> dict[str, Any]:
+    own = {} if generation_config is None else vars(generation_config)
+    return {name: value for name, value in own.items() if not name.startswith("_") and name != "transformers_version"}
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other))
 
 
 def _failed(future: Future[Any]) -> bool:

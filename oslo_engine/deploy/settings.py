@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from oslo_engine.errors import DeploymentError
+
+_SEEDS = range(-(2**63), 2**64)  # of torch
 
 
 @dataclass(frozen=True)
@@ -42,3 +45,11 @@ class Deployment:
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise DeploymentError("a deployment setting is too small", where=name, expected=f">= {minimum}", got=value)
+
+
+def check_seed(seed: Any) -> None:
+    """Raises:
+    DeploymentError: it is no seed for torch.
+    """
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed not in _SEEDS):
+        raise DeploymentError("this is no seed", expected="an integer from -2**63 to 2**64 - 1, or None", got=repr(seed))

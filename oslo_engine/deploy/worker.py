@@ -12,7 +12,8 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver, parent_process
@@ -25,7 +26,6 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from oslo_engine.deploy.batching import looks_back
 from oslo_engine.deploy.generating import run_prompts
 from oslo_engine.deploy.messages import Problem, Ready, Result, RunMethod, RunPrompts, Stop, Traits, pack, receive
 from oslo_engine.deploy.pulse import write_pulse
@@ -92,7 +92,7 @@ def _serve(model: Any, rank: int, pipe: Connection) -> None:
             continue  # a cancellation of what has ended meanwhile
         try:
             value = _run(model, work, rank, pipe)
-            packed = pack(to_host(value)) if rank == 0 else None
+            packed = _packed(value, work) if rank == 0 else None
             pipe.send_bytes(pack(Result(work.number, packed, _sequence())))
         except (KeyboardInterrupt, SystemExit):
             return
@@ -103,25 +103,62 @@ def _serve(model: Any, rank: int, pipe: Connection) -> None:
 def _run(model: Any, work: RunMethod | RunPrompts, rank: int, pipe: Connection) -> Any:
     if work.seed is not None:
         torch.manual_seed(work.seed)
-    with torch.no_grad():
+    with torch.no_grad(), _changed_defaults(model, work.defaults):
         if isinstance(work, RunPrompts):
             return run_prompts(model, work, pipe if rank == 0 else None)
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(_device(model)), (work.args, work.kwargs))
         found = getattr(model, work.method)
-        return found(*args, **kwargs) if callable(found) else found
+        value = found(*args, **kwargs) if callable(found) else found
+        return None if value is model else value  # of methods that return the model
+
+
+@contextmanager
+def _changed_defaults(model: Any, defaults: dict[str, Any]) -> Iterator[None]:
+    """Within, the model's own generation settings are those that the parent sees."""
+    config = getattr(model, "generation_config", None)
+    before = {name: getattr(config, name, None) for name in defaults}
+    try:
+        for name, value in defaults.items():
+            setattr(config, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
 
 
 def _device(model: Any) -> torch.device:
     return next(model.parameters()).device
 
 
+def _packed(value: Any, work: RunMethod | RunPrompts) -> bytes:
+    method = work.method if isinstance(work, RunMethod) else "generate"
+    try:
+        return pack(to_host(value))
+    except DeploymentError:
+        raise
+    except Exception as error:
+        raise _unsendable(f"{type(value).__name__} of {method}: {error}") from error
+
+
+def _unsendable(got: str) -> DeploymentError:
+    return DeploymentError(
+        "what this call returned stays with the workers", expected="tensors, numbers, texts and plain objects", got=got
+    )
+
+
 def to_host(value: Any) -> Any:
-    """A value that can travel: tensors on the CPU, without the storage around a view; caches and modules stay here."""
+    """A value that can travel: tensors on the CPU, without the storage around a view; caches stay here.
+
+    Raises:
+        DeploymentError: a module of the model is in it.
+    """
     from transformers.cache_utils import Cache
 
     def travelling(leaf: Any) -> Any:
-        if isinstance(leaf, (Cache, nn.Module)):
+        if isinstance(leaf, Cache):
             return None
+        if isinstance(leaf, nn.Module):
+            raise _unsendable(f"a module of the model, {type(leaf).__name__}")
         if not isinstance(leaf, Tensor):
             return leaf
         leaf = leaf.detach().cpu()
@@ -165,8 +202,9 @@ def _traits(model: Any) -> Traits:
         config=config,
         generation_config=generation,
         mixes_lengths=takes_positions and not config.is_encoder_decoder and not getattr(model, "_is_stateful", False),
-        beams=getattr(generation, "num_beams", None) or 1,
-        looks_back=looks_back(generation),
+        class_name=type(model).__name__,
+        dtype=model.dtype,
+        can_generate=model.can_generate(),
     )
 
 

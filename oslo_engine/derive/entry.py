@@ -54,7 +54,7 @@ def find_entry(
     Args:
         columns: linear modules that are cut by their outputs.
         owners: all modules that hold something that is cut, but for the row.
-        local: names of arguments that each rank has its own part of already.
+        local: arguments that each rank has its own part of already, as ``module:argument``.
         needs_scope: whether arguments are to be cut.
 
     Returns:
@@ -66,7 +66,7 @@ def find_entry(
     why = ""
     for scope in dict.fromkeys(candidates):
         if scope in paths.called and scope:
-            found = paths.through(scope, local)
+            found = paths.through(scope, [name for module, _, name in (one.partition(":") for one in local) if module == scope])
             if isinstance(found, Entry):
                 return found
             why = why or found

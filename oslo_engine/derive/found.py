@@ -94,8 +94,8 @@ def _entry(
 ) -> Entry | str:
     rows = {*plan.rows, *plan.inner}
     owners = _inside(truth, sorted({owner for name in shards if (owner := name.rpartition(".")[0]) not in rows}))
-    columns, local = _inside(truth, plan.columns), [one.name for one in found.local]
-    return entry_at(truth.specimen, truth.block, scope, columns, owners, _inside(truth, [row])[0], local)
+    parts = [*(one.name for one in found.local), *found.region.arguments]
+    return entry_at(truth.specimen, truth.block, scope, _inside(truth, plan.columns), owners, _inside(truth, [row])[0], parts)
 
 
 def _inside(truth: Truth, names: Iterable[str]) -> list[str]:

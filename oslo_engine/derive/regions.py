@@ -233,9 +233,10 @@ class BlockSearch:
         cut_arguments = {cut.name for cut in candidate.layout.cuts if cut.kind == "argument"}
         block_arguments = {name for name in cut_arguments if name.startswith(":")}
         handed = self.specimen.runs[0][self.kind.block].handed_on
-        local = [name.partition(":")[2] for name in cut_arguments]
         needs_scope = any(name[1:] not in handed for name in block_arguments)
-        return find_entry(self.specimen, self.kind.block, candidate.columns, owners, candidate.row, local, needs_scope)
+        return find_entry(
+            self.specimen, self.kind.block, candidate.columns, owners, candidate.row, list(cut_arguments), needs_scope
+        )
 
     def _handed_on(self, entry: Entry) -> list[str]:
         """Arguments of the scope that are arguments of the block which another block had returned."""

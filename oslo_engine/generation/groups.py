@@ -39,20 +39,21 @@ def number_of_groups(
     Args:
         wish: what the caller asked for; None for the default: one for each stage, but none of fewer than 16 rows (beams count),
             and one only where something speaks against more. A group of few rows takes nearly as long as all of them, since
-            reading the weights is what takes the time.
+            reading the weights is what takes the time. A single row is one group, whatever was asked for.
 
     Raises:
         UnsupportedError: more than one was asked for, where that would change the result or is not possible.
     """
     check_groups(wish, pipeline=state.program is not None)
-    most = min(state.plan.topology.pp, _rows(given) * (asked("num_beams") or 1) // _LEAST_ROWS) if wish is None else wish
+    rows = _rows(given)
+    most = min(rows, min(state.plan.topology.pp, rows * (asked("num_beams") or 1) // _LEAST_ROWS) if wish is None else wish)
     if state.program is None or most <= 1:
         return 1
     against = _against(model, state, agreement, given, asked)
     if against is None and wish is None and asked("do_sample"):
         against = "sampling would draw in another order than the unsplit model"
     if against is None:
-        return min(most, _rows(given))
+        return most
     if wish is not None:
         raise UnsupportedError("this cannot be decoded in groups of rows", got=against, hint="leave decode_groups out")
     return 1
@@ -83,6 +84,7 @@ def _against(
     others = [name for name, value in given.items() if name not in tensors and not isinstance(value, _PLAIN)]
     others = [name for name in others if name != "generation_config"]
     rope = {str(getattr(module, "rope_type", "")) for module in model.modules()}
+    kept = state.program.flows.kept_in_modules
     reasons = {
         "a stage for each rank is needed": state.plan.num_stages != state.plan.topology.pp,
         "processors, criteria or a streamer of the caller's": agreement.own_processors or agreement.own_stops,
@@ -94,6 +96,7 @@ def _against(
         "a generate of the model's own": has_own_generate(model),
         "position embeddings that follow the longest text": any("dynamic" in one or "longrope" in one for one in rope),
         "positions kept on the model": any(hasattr(module, "rope_deltas") for module in model.modules()),
+        f"a state kept in the model's modules: {kept}": kept is not None,
         "experts that change how they compute": state.mesh.device.type != "cpu"
         and "grouped_mm" in model.get_experts_implementation().values(),
     }

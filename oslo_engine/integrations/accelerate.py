@@ -26,6 +26,7 @@ from oslo_engine.checkpoint.training import save_training
 from oslo_engine.comm.mpu import ModelParallelUnit
 from oslo_engine.errors import MissingDependencyError, UnsupportedError
 from oslo_engine.rewrite.gradients import clip_grad_norm_
+from oslo_engine.rewrite.optimizers import check_optimizer
 from oslo_engine.rewrite.scaler import GradScaler
 from oslo_engine.rewrite.state import parallel_state, split_model_in
 
@@ -121,6 +122,11 @@ class SplitAccelerator:
         wrapped._is_accelerate_prepared = True  # type: ignore[assignment]
         self._models[self._models.index(prepared)] = wrapped
         return wrapped
+
+    def prepare_optimizer(self: Any, optimizer: Any, device_placement: bool | None = None) -> Any:
+        if self._oslo_model is not None and not hasattr(optimizer, "optimizer"):  # one that is prepared wraps another
+            check_optimizer(optimizer)
+        return super().prepare_optimizer(optimizer, device_placement)  # type: ignore[misc]
 
     def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         if self._oslo_model is None:

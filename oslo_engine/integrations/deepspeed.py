@@ -16,11 +16,13 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from oslo_engine.comm.mpu import ModelParallelUnit
 from oslo_engine.errors import PlanError, UnsupportedError
 from oslo_engine.plan.plan import TensorPlan
 from oslo_engine.rewrite.gradients import Answer, answer_for
+from oslo_engine.rewrite.optimizers import check_optimizer
 from oslo_engine.rewrite.state import ParallelState, parallel_state
 
 _REDUCED_EVERY_BACKWARD = 2  # from this ZeRO stage on
@@ -34,7 +36,8 @@ def meet_engine(model: nn.Module, caller: FrameType | None) -> None:
 
     Raises:
         PlanError: the engine was not given this model's mpu.
-        UnsupportedError: ZeRO 2 or 3 with a pipeline, or clipping where DeepSpeed cannot count each gradient once.
+        UnsupportedError: ZeRO 2 or 3 with a pipeline, clipping where DeepSpeed cannot count each gradient once, or an optimizer
+            that does not fit a split model.
 
     Communication: none.
     """
@@ -48,6 +51,8 @@ def meet_engine(model: nn.Module, caller: FrameType | None) -> None:
             hint="use a version of DeepSpeed that oslo_engine was tried with: see constraints.txt",
         )
     _check(engine, state)
+    if isinstance(optimizer := getattr(engine, "client_optimizer", None), Optimizer):
+        check_optimizer(optimizer)  # now: ZeRO gives it other parameters
     for name, parameter in model.named_parameters():
         _mark(parameter, state.plan.tensor(name), counts=answer_for(state, name) is not Answer.NOTHING)
     if state.program is not None:

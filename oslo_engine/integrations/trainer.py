@@ -26,6 +26,7 @@ from oslo_engine.integrations.accelerate import adopt
 from oslo_engine.integrations.peft import has_adapters
 from oslo_engine.pipeline.loss_check import divides_by_count, outer_loss
 from oslo_engine.pipeline.outer_loss import OuterLoss
+from oslo_engine.rewrite.optimizers import check_optimizer
 from oslo_engine.rewrite.skeleton import skeleton
 from oslo_engine.rewrite.state import ParallelState, parallel_state, split_model_in
 
@@ -91,6 +92,13 @@ class SplitTraining:
         return self._train_batch_size * args.gradient_accumulation_steps * self._parallel.mesh.dp.size
 
     # Training
+
+    def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, asked before the first batch whether it fits a split model."""
+        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if self._split is not None:
+            check_optimizer(optimizer)
+        return optimizer
 
     def training_step(
         self: Any, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None

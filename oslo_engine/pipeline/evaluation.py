@@ -37,7 +37,7 @@ def evaluate(program: ModelProgram, module: nn.Module, kwargs: Mapping[str, Any]
         logits are zeros except where the next token is chosen.
 
     Raises:
-        UnsupportedError: a cache is wanted but none is given.
+        UnsupportedError: a cache is wanted but none is given; or a second, of a class whose state is not all in it.
 
     Communication: values between stages; the outputs from the last stage's rank to the other pp ranks.
     """
@@ -46,6 +46,13 @@ def evaluate(program: ModelProgram, module: nn.Module, kwargs: Mapping[str, Any]
     cache = find_cache(given)
     if cache is None and program.decoding and given.get("use_cache") and (name := program.cache_argument) is not None:
         # A second run beside that of ``generate`` (guidance), which it lets the model make a cache for.
+        if (kept := program.flows.kept_in_modules) is not None:
+            raise UnsupportedError(
+                "this class keeps a state in its modules: in a pipeline nothing else can run between the tokens of a generate",
+                where=f"{type(program.model).__name__}, {kept}",
+                got="a second run beside it (guidance, or a call of the model in a logits processor)",
+                hint="pass use_cache=False: every step then computes the whole text anew",
+            )
         cache = given[name] = program.new_cache()
     if cache is None:
         if given.get("use_cache") and not program.decoding:

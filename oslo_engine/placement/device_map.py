@@ -109,6 +109,7 @@ class _Reader:
         if not by_device:
             self.faults.add(f"{stack.name} is given no device")
         count = len(stack.blocks)
+        seen: set[int] = set()
         for named, numbers in by_device.items():
             device = self._device(named)
             listed = list(numbers) if isinstance(numbers, Iterable) and not isinstance(numbers, str) else None
@@ -124,7 +125,10 @@ class _Reader:
                     self._place(number, device)
                 elif isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
                     self.faults.add(f"{stack.name} has blocks 0 to {count - 1}, not {number!r}")
+                elif number in seen and self.found.get(stack.blocks[number]) == device:
+                    self.faults.add(f"{stack.blocks[number]} is named twice")
                 else:
+                    seen.add(number)
                     self._place(stack.blocks[number], device)
 
     def _device(self, named: Any) -> torch.device | None:

@@ -18,6 +18,7 @@ from oslo_engine.layers.region import sequence_block
 from oslo_engine.layers.specialize import original_class, remove_specialization, specialize
 from oslo_engine.layers.vocabulary import vocab_parallel_embedding, vocab_parallel_head
 from oslo_engine.plan.plan import Plan, TensorPlan
+from oslo_engine.rewrite.optimizers import mark_replaced, watch_optimizers_of
 from oslo_engine.rewrite.regions import rewrite_regions, set_attributes, update_features
 from oslo_engine.rewrite.state import ParallelState
 from oslo_engine.rewrite.switch import Switch, make_switchable
@@ -74,6 +75,8 @@ def apply_plan(
     state = ParallelState(plan, mesh, streams, switch)
     model.__class__ = parallel_class
     model.__dict__["_oslo"] = state
+    if plan.topology.tp * plan.topology.pp > 1:
+        watch_optimizers_of(model)
     return state
 
 
@@ -123,8 +126,10 @@ def _once(model: nn.Module, named: Sequence[tuple[str, tuple[int, ...]]]) -> lis
 def _place_tensors(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> None:
     """Cut what this rank holds; what it does not hold leaves ``parameters()`` and the state dict.
 
-    A meta tensor stays behind under the same attribute, since stubs and size checks read shapes.
+    A meta tensor stays behind under the same attribute, since stubs and size checks read shapes. A model that is not split
+    keeps its parameters, and with them the optimizers that were built around them.
     """
+    split = plan.topology.tp * plan.topology.pp > 1
     owners: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     for tensor in plan.tensors:
         held = mesh.at.pp_rank in plan.holders(tensor)
@@ -134,7 +139,10 @@ def _place_tensors(model: PreTrainedModel, plan: Plan, mesh: Mesh) -> None:
             module = owners[path]
             table: dict[str, Any] = module._buffers if tensor.is_buffer else module._parameters
             if local is None:
-                local = _local(table.get(leaf), tensor, mesh, held)
+                whole = table.get(leaf)
+                local = _local(whole, tensor, mesh, held) if split or tensor.is_buffer else _moved(whole, mesh)
+                if isinstance(whole, nn.Parameter) and local is not whole:
+                    mark_replaced(whole)
             if held:
                 table[leaf] = local
             else:
@@ -156,4 +164,15 @@ def _local(whole: Tensor | None, tensor: TensorPlan, mesh: Mesh, held: bool) -> 
         return local
     parameter = nn.Parameter(local, requires_grad=whole.requires_grad)
     parameter.__dict__.update({key: value for key, value in vars(whole).items() if key not in ("_is_hf_initialized",)})
+    return parameter
+
+
+def _moved(whole: Any, mesh: Mesh) -> nn.Parameter:
+    """A parameter that stays what it is, on this rank's device."""
+    if not whole.is_meta:
+        whole.data = whole.data.to(mesh.device)
+        if whole.grad is not None:
+            whole.grad = whole.grad.to(mesh.device)
+    vars(whole).pop("_is_hf_initialized", None)
+    parameter: nn.Parameter = whole
     return parameter

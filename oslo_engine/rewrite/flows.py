@@ -51,6 +51,11 @@ class FlowBook:
         """(block, nth) of the block calls of a whole forward, in order."""
         return [(call.name, call.nth) for call in self._usual[0].calls]
 
+    @property
+    def kept_in_modules(self) -> str | None:
+        """An attribute of a module in which a call leaves a tensor for the next token; None where all of it is in the cache."""
+        return next((name for recording in self._usual[1:] for name in recording.kept), None)
+
     def shifts_labels(self) -> bool:
         """Whether the loss compares position t with the label at t + 1, so that the first label of a row counts for nothing.
 

@@ -97,6 +97,7 @@ class Recording:
         buffers: the names in ``aliases`` that are buffers.
         hidden_flows: (i, j): block call j reads a value that call i kept to itself.
         wraps_cache: whether the model put the cache that it was given into an ``EncoderDecoderCache`` and returned that.
+        kept: attributes of modules in which the call left a tensor, which the next one may read.
     """
 
     graph: fx.Graph
@@ -106,6 +107,7 @@ class Recording:
     buffers: frozenset[str]
     hidden_flows: tuple[tuple[int, int], ...]
     wraps_cache: bool
+    kept: tuple[str, ...] = ()
 
     @property
     def random(self) -> tuple[fx.Node, ...]:
@@ -149,6 +151,7 @@ class _Recorder:
     """Wraps the forward of all blocks and of all modules outside them; ``without_weights`` takes the wrappers off again."""
 
     def __init__(self, model: nn.Module, blocks: dict[str, nn.Module], weights: MetaWeights, *, replay: bool) -> None:
+        self._model = model
         self._aliases, self._buffers, names = _tensor_names(model)
         self._tape = Tape(names, weights)
         self._replay, self._replays = Replay(blocks), replay
@@ -174,8 +177,10 @@ class _Recorder:
         for name, value in inputs.items():
             if tensors_in(value):
                 tape.bind(value, tape.graph.placeholder(name))
+        before = _tensors_kept(self._model)
         with tape:
             output = root(**inputs)
+        kept = [name for name, tensor in _tensors_kept(self._model).items() if before.get(name) is not tensor]
         if not self._calls:
             raise PlanError(
                 "no block was called while recording",
@@ -192,6 +197,7 @@ class _Recorder:
             buffers=self._buffers,
             hidden_flows=tuple(sorted(tape.hidden_flows)),
             wraps_cache=wraps(find_cache(output), find_cache(inputs)),
+            kept=tuple(kept),
         )
 
     def _call_outside(self, name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -279,6 +285,14 @@ def _tensor_names(model: nn.Module) -> tuple[dict[str, tuple[str, ...]], frozens
         aliases[key] = (*aliases.get(key, ()), name)
     buffers = frozenset(name for name, _ in named[num_parameters:] if name in aliases)
     return aliases, buffers, first
+
+
+def _tensors_kept(model: nn.Module) -> dict[str, Tensor]:
+    """Tensors that lie on modules as plain attributes, by name."""
+    modules = model.named_modules()
+    return {
+        f"{name}.{key}": value for name, module in modules for key, value in vars(module).items() if isinstance(value, Tensor)
+    }
 
 
 def _belongs(aliases: Sequence[str], block: str) -> bool:

@@ -72,9 +72,15 @@ def parallel_state(model: nn.Module) -> ParallelState:
     """The state of a parallelized model.
 
     Raises:
-        PlanError: the model was not parallelized.
+        PlanError: the model was not parallelized, or by a device map.
     """
     state = model.__dict__.get("_oslo")
+    if state is None and "_oslo_placement" in model.__dict__:
+        raise PlanError(
+            "this is for models that are split over processes, and this model has a device map",
+            got=type(model).__name__,
+            hint="use it as a plain model: loss.backward(), torch.nn.utils.clip_grad_norm_, generate, save_pretrained",
+        )
     if state is None:
         raise PlanError(
             "this model is not parallelized",

@@ -13,7 +13,7 @@ from typing import Any
 
 from oslo_engine.serve import schemas
 from oslo_engine.serve.choices import Piece, generation_settings, merged, pieces
-from oslo_engine.serve.faults import BadRequest, Refusal, refusal_of
+from oslo_engine.serve.faults import BadRequest, Refusal, refusal_of, wrong_form
 from oslo_engine.serve.gate import Gate
 from oslo_engine.serve.metrics import Metrics, missing
 from oslo_engine.serve.schemas import ChatRequest, CompletionRequest, Sampling
@@ -70,7 +70,10 @@ class Server:
     def chat(self, request: ChatRequest, request_id: str) -> _Answer:
         self._check_model(request)
         prompt = encode_chat(self.tokenizer, request.messages)
-        limit = request.max_completion_tokens or request.max_tokens
+        limits = {limit for limit in (request.max_completion_tokens, request.max_tokens) if limit is not None}
+        if len(limits) > 1:
+            raise BadRequest("max_tokens and max_completion_tokens say different things; leave one out", param="max_tokens")
+        limit = next(iter(limits), None)
         if limit is None:
             room = self.settings.max_new_tokens if self._context is None else self._context - len(prompt)
             limit = max(1, min(self.settings.max_new_tokens, room))
@@ -98,6 +101,10 @@ class Server:
         answer = _Answer(name, request, prompts, limit)
         if answer.num_choices > self.settings.max_choices:
             raise BadRequest(f"at most {self.settings.max_choices} choices, not {answer.num_choices}", param="n")
+        if answer.num_choices > self.model.settings.max_queue:
+            raise BadRequest(
+                f"{answer.num_choices} choices never fit into the server's queue of {self.model.settings.max_queue}", param="n"
+            )
         return answer
 
     async def run(self, answer: _Answer, note: dict[str, Any]) -> AsyncGenerator[Piece, None]:
@@ -226,11 +233,8 @@ def build_app(model: Any, tokenizer: Any, settings: ServerSettings) -> Any:
         return JSONResponse(refusal.as_json(), refusal.status)
 
     @app.exception_handler(RequestValidationError)
-    async def wrong_form(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][1:])
-        message = f"{where}: {first['msg']}" if where else str(first["msg"])
-        return refused(BadRequest(message.encode(errors="replace").decode(), param=where.encode(errors="replace").decode()))
+    async def unreadable(request: Request, error: RequestValidationError) -> JSONResponse:
+        return refused(wrong_form(error.errors(), error.body, request.headers.get("content-type", "")))
 
     @app.exception_handler(HTTPException)
     async def wrong_place(_: Request, error: HTTPException) -> JSONResponse:

@@ -28,7 +28,8 @@ class Piece:
 
 def generation_settings(request: Sampling, max_new_tokens: int, index: int) -> dict[str, Any]:
     """Arguments of ``generate`` for one choice of a request."""
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "num_beams": 1, "do_sample": request.temperature >= _COLDEST}
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": request.temperature >= _COLDEST}
+    settings |= {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}  # whatever the model's own say
     if settings["do_sample"]:
         settings |= {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
         if request.seed is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from oslo_engine.errors import CallCancelledError, DeploymentError, OsloError, QueueFullError
 
 
@@ -25,6 +28,46 @@ class Refusal(Exception):
 class BadRequest(Refusal):
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message, status=status, kind="invalid_request_error", param=param, code=code)
+
+
+def wrong_form(faults: Sequence[Any], body: Any, content_type: str) -> BadRequest:
+    """For a body that is none of the requests.
+
+    Args:
+        faults: what pydantic found. body: as far as it was read. content_type: of the request.
+    """
+    fault = faults[0]
+    kind, where = fault["type"], fault["loc"][1:]
+    if kind == "json_invalid":
+        return BadRequest(f"the body is no JSON: {fault['ctx']['error']} at character {where[0] if where else 0}")
+    if not where:
+        if body in (None, b"", ""):
+            return BadRequest("the request has no body; it must be a JSON object")
+        if "json" not in content_type:
+            return BadRequest(f"the body must be sent as Content-Type: application/json, not {content_type or 'without one'}")
+        return BadRequest("the body must be a JSON object")
+    param = _path(where, body, is_missing=kind in ("missing", "extra_forbidden"))
+    message = {
+        "missing": "is missing",
+        "extra_forbidden": "this server knows no such field",
+        "finite_number": "must be a finite number, and JSON has no other",
+    }.get(kind, fault["msg"].removeprefix("Value error, "))
+    return BadRequest(_printable(f"{param}: {message}" if param else message), param=_printable(param))
+
+
+def _path(where: Sequence[Any], body: Any, *, is_missing: bool) -> str:
+    """Keys and numbers that lead through the body; pydantic puts names of its own types between them."""
+    steps = []
+    for step in where:
+        is_key = isinstance(body, dict) and (step in body or (is_missing and step == where[-1]))
+        if is_key or (isinstance(body, list) and isinstance(step, int) and step < len(body)):
+            steps.append(str(step))
+            body = body[step] if not isinstance(body, dict) else body.get(step)
+    return ".".join(steps)
+
+
+def _printable(text: str) -> str:
+    return text.encode(errors="replace").decode()
 
 
 def refusal_of(error: BaseException) -> Refusal:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 def _readable(text: str) -> str:
@@ -15,12 +15,66 @@ def _readable(text: str) -> str:
     return text
 
 
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
+
+
+def _checked_prompt(given: Any) -> Any:
+    """What is wrong with a prompt is said of the form that it was meant in, and not of all that it could have had."""
+    if isinstance(given, str):
+        return _readable(given)
+    if not isinstance(given, list):
+        raise ValueError("must be a text, a list of texts, token ids or a list of these")
+    if not given or [] in given:
+        raise ValueError("must have at least one token" if given != [] else "must not be an empty list")
+    if all(isinstance(one, str) for one in given):
+        return [_readable(one) for one in given]
+    texts = [given] if _is_ids(given) else given
+    if not all(map(_is_ids, texts)):
+        raise ValueError("must be texts only, or token ids (whole numbers) only")
+    wrong = next((token for ids in texts for token in ids if not 0 <= token < 2**31), None)
+    if wrong is not None:
+        raise ValueError(f"{wrong} is no token id")
+    return given
+
+
+def _checked_stops(given: Any) -> Any:
+    if given is None or isinstance(given, str):
+        return given
+    if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
+        raise ValueError("must be a text or a list of texts")
+    if len(given) > _MOST_STOPS:
+        raise ValueError(f"at most {_MOST_STOPS} stop texts, not {len(given)}")
+    return [_readable(one) for one in given]
+
+
+def _checked_content(given: Any) -> Any:
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list) or not all(isinstance(part, dict) for part in given):
+        raise ValueError("must be a text, or a list of parts of type 'text'")
+    other = next((part.get("type") for part in given if part.get("type") != "text"), "text")
+    if other != "text":
+        raise ValueError(f"a part of type {other!r} cannot be read: this model takes texts only")
+    return given
+
+
+_MOST_STOPS = 4  # as in OpenAI's API
 Text = Annotated[str, AfterValidator(_readable)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 
 
 class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """A field that may be left out may be null, which means the same."""
+        if not isinstance(given, dict):
+            return given
+        required = {name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: value for name, value in given.items() if value is not None or name in required}
 
 
 class StreamOptions(_Request):
@@ -42,7 +96,7 @@ class Sampling(_Request):
     repetition_penalty: float | None = Field(None, ge=0.1, le=10)
     n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=0, lt=2**62)
-    stop: Text | Annotated[list[Text], Field(max_length=4)] | None = None
+    stop: Annotated[Text | Annotated[list[Text], Field(max_length=_MOST_STOPS)] | None, BeforeValidator(_checked_stops)] = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: Text | None = None
@@ -56,7 +110,10 @@ class Sampling(_Request):
 class CompletionRequest(Sampling):
     """``prompt``: one or several texts, or token ids."""
 
-    prompt: Text | Annotated[list[Text], Field(min_length=1)] | TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
+    prompt: Annotated[
+        Text | Annotated[list[Text], Field(min_length=1)] | TokenIds | Annotated[list[TokenIds], Field(min_length=1)],
+        BeforeValidator(_checked_prompt),
+    ]
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     echo: bool = False
 
@@ -68,7 +125,7 @@ class TextPart(_Request):
 
 class Message(_Request):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Annotated[Text | list[TextPart], BeforeValidator(_checked_content)]
     name: Text | None = None
 
     @property

@@ -24,7 +24,7 @@ _MAKES_CAUSAL = ("is_decoder", "causal")  # settings of configs that serve encod
 
 @dataclass(frozen=True)
 class Subject:
-    """What is verified.
+    """What a tool is to look at: a model by class and config, without weights.
 
     module, name: where the model class is defined. The ranks import it; this process need not.
     by_name: whether only a model type or a class was given, so that the config is its class's default.
@@ -60,7 +60,7 @@ class Subject:
 
 
 def find_subject(model: Any, task: str | None = None) -> Subject:
-    """Resolve the ``model`` argument of ``verify``. The weights of a model are not looked at.
+    """Resolve what the user names to a class and a config. The weights of a model are not looked at.
 
     Args:
         model: a model type, a folder or hub name, ``module:Class`` (found from the current folder too), a config or a model.
@@ -79,7 +79,7 @@ def find_subject(model: Any, task: str | None = None) -> Subject:
     if hasattr(model, "config") and hasattr(model, "get_output_embeddings"):
         return _of_model(model, task)
     raise UnsupportedError(
-        "this is nothing that can be verified",
+        "this names no model",
         expected="a model type, a folder or hub name, a config or a model of Transformers",
         got=type(model).__name__,
     )
@@ -210,7 +210,7 @@ def _choose(config: PreTrainedConfig, task: str | None) -> tuple[str, str]:
 
 def _no_language_model(what: str) -> UnsupportedError:
     return UnsupportedError(
-        "only language models with a head can be verified",
+        "this works for language models with a head only",
         expected="a causal, masked or sequence-to-sequence language model",
         got=what,
     )

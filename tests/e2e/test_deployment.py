@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import queue
 import random
 import signal
@@ -147,6 +149,67 @@ def test_a_stream_that_is_left_ends_the_call(model: Any) -> None:
     assert time.monotonic() - start < 0.6  # it would have lasted 1.1 s
     with pytest.raises(CallCancelledError):
         run.result()
+
+
+def test_a_stream_is_an_iterator(model: Any, unsplit: Any) -> None:
+    wanted = unsplit.generate(prompt(), **SETTINGS)[0, 7:].tolist()
+    run = model.stream(prompt(), **SETTINGS)
+    assert [next(run), *run] == wanted
+    assert list(run) == []
+    with pytest.raises(UnsupportedError, match="does not stream"):
+        next(model.start_generate(prompt(), **SETTINGS))
+
+
+def test_a_result_that_is_not_there_in_time_is_told_of(model: Any) -> None:
+    call = model.start_generate(prompt(), stopping_criteria=[Sleeps(0.02)], **LONG)
+    with pytest.raises(TimeoutError, match=r"generate\) has no result after 0.01 s; it goes on"):
+        call.result(timeout_s=0.01)
+    call.cancel()
+
+
+def test_changed_generation_settings_go_along_with_calls(model: Any, unsplit: Any) -> None:
+    for config in (model.generation_config, unsplit.generation_config):
+        config.max_new_tokens, config.repetition_penalty, config.pad_token_id = 4, 1.8, 0
+    try:
+        wanted = unsplit.generate(prompt())
+        assert wanted.shape == (1, 11)
+        assert torch.equal(model.generate(prompt()), wanted)
+        for config in (model.generation_config, unsplit.generation_config):
+            config.num_return_sequences, config.num_beams = 2, 2
+        assert torch.equal(model.generate(prompt()), unsplit.generate(prompt()))
+    finally:
+        for config in (model.generation_config, unsplit.generation_config):
+            config.max_new_tokens = config.repetition_penalty = config.num_return_sequences = config.num_beams = None
+    assert torch.equal(model.generate(prompt(), **SETTINGS), unsplit.generate(prompt(), **SETTINGS))
+
+
+@pytest.mark.parametrize("seed", ["a", True, 2**70, 1.5])
+def test_what_is_no_seed_is_refused(model: Any, seed: Any) -> None:
+    with pytest.raises(DeploymentError, match="no seed"):
+        model.generate(prompt(), seed=seed, **SETTINGS)
+
+
+def test_what_stays_with_the_workers_is_told(model: Any, unsplit: Any) -> None:
+    for method in ("get_input_embeddings", "named_parameters"):
+        with pytest.raises(DeploymentError, match="stays with the workers"):
+            model.call(method)
+    assert model.call("eval") is None
+    assert torch.equal(model.generate(prompt(), **SETTINGS), unsplit.generate(prompt(), **SETTINGS))
+
+
+def test_a_deployed_model_says_what_it_is_not(model: Any) -> None:
+    for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(DeploymentError, match="cannot be copied"):
+            copied(model)
+    assert model.eval() is model
+    assert (model.dtype, model.can_generate()) == (torch.float32, True)
+    assert not hasattr(model, "state_dict")
+    with pytest.raises(AttributeError, match="lie with the workers"):
+        model.train()
+    with pytest.raises(UnsupportedError, match="from_pretrained_with_parallel"):
+        oslo.parallelize(varied_model(), deployment=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tpp'"):
+        oslo.parallelize(varied_model(), tpp=2)
 
 
 def test_what_cannot_be_streamed_is_refused(model: Any) -> None:
@@ -329,7 +392,9 @@ print(torch.distributed.is_initialized(), flush=True)
 def test_workers_end_with_a_script_without_a_main_guard(folder: Path, tmp_path: Path, how: signal.Signals) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(Path(oslo.__file__).parent.parent)}
+    folders = tmp_path / "temporary"
+    folders.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(Path(oslo.__file__).parent.parent), "TMPDIR": str(folders)}
     process = subprocess.Popen(
         [sys.executable, str(script), str(folder)],
         stdout=subprocess.PIPE,
@@ -342,9 +407,11 @@ def test_workers_end_with_a_script_without_a_main_guard(folder: Path, tmp_path: 
         assert process.stdout is not None
         pids = [int(word) for word in process.stdout.readline().split()]
         assert len(pids) == 2
+        assert len(list(folders.glob("oslo-deploy-*"))) == 1
         time.sleep(0.2)
         os.killpg(process.pid, how) if how == signal.SIGINT else process.send_signal(how)  # a terminal tells the whole group
         assert wait_until_gone(pids, 2.0 if how == signal.SIGKILL else 15.0) == []
+        assert list(folders.glob("oslo-deploy-*")) == []
         if how == signal.SIGINT:
             out, err = process.communicate(timeout=30)
             assert out.split() == ["interrupted", "False"]

@@ -97,6 +97,10 @@ if child == 0:
         model.generate(ids, **settings)
     except oslo.DeploymentError as error:
         print("child", "--preload" in str(error), flush=True)
+    try:
+        model.health()
+    except oslo.DeploymentError as error:
+        print("health", "--preload" in str(error), flush=True)
     sys.exit(0)  # with all that is done at the end of a process
 assert os.waitpid(child, 0)[1] == 0
 print("restarts", model.health().restarts)
@@ -107,6 +111,7 @@ print("tokens", model.generate(ids, **settings).tolist())
 def test_a_server_that_forks_after_loading_is_told_and_harms_nothing(folder: Path, unsplit: Any) -> None:
     out = run(folder, "-", stdin=FORKING).stdout
     assert "child True" in out
+    assert "health True" in out
     assert "restarts 0" in out
     assert out.count(tokens_of_unsplit(unsplit)) == 2, out
 

@@ -15,14 +15,16 @@ from patience import on_this_machine
 
 SUPPORT = Path(__file__).parent.parent / "support"
 LIMIT_S = 10.0
+STOPPED_S = 4
 SLOW = pytest.mark.slow
 
 
 def start(how: str, tp: int, pp: int, rank: int, port: int) -> subprocess.Popen[str]:
+    limits = {"OSLO_ENGINE_STOPPED_S": str(STOPPED_S)} if how in ("stopped", "stopped in backward", "busy") else {}
     place = {"RANK": str(rank), "WORLD_SIZE": str(tp * pp), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return subprocess.Popen(
         [sys.executable, str(SUPPORT / "failing_ranks.py"), how, str(tp), str(pp)],
-        env={**os.environ, **place, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env={**os.environ, **place, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **limits},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -41,6 +43,9 @@ CASES = [
     pytest.param("killed", 2, 1, GONE, marks=SLOW),
     pytest.param("killed", 1, 2, GONE, marks=SLOW),
     pytest.param("killed", 2, 2, GONE, marks=SLOW),
+    ("stopped", 2, 1, "has given no sign of life for 4 s, while rank 0 waited for it"),
+    pytest.param("stopped", 1, 2, "has given no sign of life for 4 s", marks=SLOW),
+    pytest.param("stopped in backward", 2, 1, "has given no sign of life for 4 s", marks=SLOW),
     pytest.param("ends", 2, 1, "rank 1 had ended before, without an error", marks=SLOW),
     pytest.param("ends", 1, 2, "rank 1 had ended before, without an error", marks=SLOW),
     pytest.param("saves", 2, 1, "rank 0 is in a forward while rank 1 is in saving", marks=SLOW),
@@ -75,3 +80,18 @@ def test_all_the_others_end_within_ten_seconds_with_the_cause(how: str, tp: int,
     for rank, complaint in complaints.items():
         assert ranks[rank].returncode != 0
         assert cause in complaint, f"rank {rank} said:\n{complaint}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_that_computes_by_itself_for_long_is_waited_for() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [start("busy", 2, 1, rank, port) for rank in range(2)]
+    try:
+        said = [each.communicate(timeout=250)[1] for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    assert [each.returncode for each in ranks] == [0, 0], said

@@ -36,7 +36,20 @@ def unsplit(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, unsplit: Any) -> Iterator[Served]:
-    options = ("--tp", "2", "--name", "small", "--api-key", KEY, "--max-body-bytes", "100000", "--max-new-tokens", "100")
+    options = (
+        "--tp",
+        "2",
+        "--name",
+        "small",
+        "--api-key",
+        KEY,
+        "--max-body-bytes",
+        "100000",
+        "--max-new-tokens",
+        "100",
+        "--max-queue",
+        "6",
+    )
     with served(folder, *options) as running:
         yield running
 
@@ -130,12 +143,19 @@ ASK: dict[str, Any] = {"model": "small", "prompt": PROMPT}
         ({"prompt": "fox " * 300}, 400, "do not fit into the model's 128"),
         ({"prompt": ""}, 400, "no tokens"),
         ({"prompt": [5, 100000]}, 400, "not in the vocabulary"),
-        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": []}, 400, "prompt: must not be an empty list"),
+        ({"prompt": [[]]}, 400, "prompt: must have at least one token"),
+        ({"prompt": [5, -1]}, 400, "prompt: -1 is no token id"),
+        ({"prompt": ["a", 5]}, 400, "texts only, or token ids"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, 400, "stop: at most 4 stop texts, not 5"),
+        ({"user": 5}, 400, "user: Input should be a valid string"),
+        ({"stream_options": {"x": 1}}, 400, "stream_options.x: this server knows no such field"),
+        ({"n": 7}, 400, "7 choices never fit into the server's queue of 6"),
         ({"prompt": "\ud800"}, 400, "prompt"),
         ({"temperature": 3}, 400, "temperature"),
         ({"temperature": float("nan")}, 400, "temperature"),
         ({"nonsense": 1}, 400, "nonsense"),
-        ({"n": 33}, 400, "choices"),
+        ({"n": 33}, 400, "at most 32 choices"),
         ({"model": "large"}, 404, "no model 'large'"),
     ],
 )
@@ -148,8 +168,23 @@ def test_a_request_that_cannot_be_served_is_told_why(
 
 
 def test_requests_without_form_are_told_why(server: Served) -> None:
-    assert _refused(server, b"{wrong")[0] == 400
-    assert _refused(server, b"")[0] == 400
+    for content, complaint in {
+        b"{wrong": "the body is no JSON",
+        b"": "the request has no body",
+        b"[]": "must be a JSON object",
+        b'{"model": "small", "prompt": "x", "temperature": NaN}': "temperature: must be a finite number",
+    }.items():
+        status, message = _refused(server, content)
+        assert (status, complaint in message) == (400, True), message
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "text/plain"}
+    plain = httpx.post(f"{server.url}/v1/completions", content=json.dumps(ASK), headers=headers)
+    assert "Content-Type: application/json, not text/plain" in plain.json()["error"]["message"]
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    chat = json.dumps({"model": "small", "messages": [picture]}).encode()
+    assert "a part of type 'image_url' cannot be read" in _refused(server, chat, path="/v1/chat/completions")[1]
+    limits = {"max_tokens": 4, "max_completion_tokens": 3, "messages": [{"role": "user", "content": "x"}]}
+    chat = json.dumps({"model": "small", **limits}).encode()
+    assert "say different things" in _refused(server, chat, path="/v1/chat/completions")[1]
     assert _refused(server, b"{}", path="/v1/nothing")[0] == 404
     assert _refused(server, json.dumps({"model": "small", "messages": []}).encode(), path="/v1/chat/completions")[0] == 400
     system = json.dumps({"model": "small", "messages": [{"role": "system", "content": "x"}]}).encode()
@@ -157,6 +192,14 @@ def test_requests_without_form_are_told_why(server: Served) -> None:
         400,
         "the model's chat template refuses this conversation: no system",
     )
+
+
+def test_what_may_be_left_out_may_be_null(server: Served) -> None:
+    fields = ("temperature", "top_p", "top_k", "repetition_penalty", "n", "seed", "stop", "stream", "stream_options", "user")
+    body = {**ASK, **dict.fromkeys((*fields, "max_tokens", "echo"))}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+    assert answer.json()["usage"]["completion_tokens"] <= 16, answer.text
+    assert refused(server, **{**ASK, "prompt": None})[1].startswith("prompt: ")
 
 
 def test_a_wrong_key_is_refused_and_health_needs_none(server: Served) -> None:
@@ -266,6 +309,22 @@ def test_a_taken_port_ends_with_a_reason(folder: Path, unsplit: Any) -> None:
             served(folder, "--port", str(taken.getsockname()[1]), timeout_s=30),
         ):
             pass
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "complaint"),
+    [
+        (False, (), "there is no such model"),
+        (True, (), "the folder has no model in it"),
+        (True, ("--dtype", "int8"), "'float32'"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why(tmp_path: Path, make: bool, options: tuple[str, ...], complaint: str) -> None:
+    folder = tmp_path / "model"
+    if make:
+        folder.mkdir()
+    with pytest.raises(AssertionError, match=complaint), served(folder, *options, timeout_s=60):
+        pass
 
 
 @pytest.mark.slow

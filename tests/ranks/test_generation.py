@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from collections.abc import Callable
@@ -127,6 +128,7 @@ DECODER_ONLY = {
     "helped": helped,
     "helped, sampling": lambda model: helped(model, do_sample=True, top_k=5),
     "chunked prefill": way(prefill_chunk_size=3),
+    "chunked prefill into a static cache": way(prefill_chunk_size=3, cache_implementation="static"),
 }
 
 
@@ -381,6 +383,52 @@ def ask_for_groups(**settings: Any) -> str:
 @pytest.mark.parametrize("settings", [{"cache_implementation": "static"}, {"return_dict_in_generate": True}])
 def test_groups_are_refused_where_rows_must_stay_together(rank_pool, settings: dict[str, Any]) -> None:
     assert all("cannot be decoded in groups" in message for message in rank_pool(2).run(ask_for_groups, **settings))
+
+
+def leaves_groups_on() -> dict[str, bool]:
+    """A single row with ``decode_groups=2``, in ways that several rows would have to be decoded together."""
+    reference, model = whole("gpt2"), oslo.parallelize(whole("gpt2"), pp=2).eval()
+    told = {}
+    for title, settings in {"greedy": {}, "static": {"cache_implementation": "static"}, "beams": {"num_beams": 2}}.items():
+        given = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False, **settings}
+        got = model.generate(prompts(1), decode_groups=2, **given)
+        told[title] = torch.equal(got, reference.generate(prompts(1), **given))
+    return told
+
+
+def test_a_single_row_is_one_group_whatever_was_asked_for(rank_pool) -> None:
+    for told in rank_pool(2).run(leaves_groups_on):
+        assert told == {"greedy": True, "static": True, "beams": True}
+
+
+def run_beside_a_state() -> dict[str, Any]:
+    """Of a class that keeps a part of its state in its modules: what would share that state, and what may run."""
+    torch.manual_seed(0)  # some of its weights are vectors that the class draws
+    reference = whole("recurrent_gemma")
+    model = oslo.parallelize(copy.deepcopy(reference), pp=2).eval()
+    told: dict[str, Any] = {}
+    refused = {"guidance": way(guidance_scale=1.5), "groups": way(4, decode_groups=2)}
+    for title, run in refused.items():
+        try:
+            told[title] = run(model).tolist()
+        except UnsupportedError as error:
+            told[title] = str(error)
+    same = {
+        "greedy": way(),
+        "many rows": way(34, max_new_tokens=4),  # would be dealt into groups
+        "guidance without a cache": way(guidance_scale=1.5, use_cache=False),
+        "beams": way(num_beams=2),
+    }
+    for title, run in same.items():
+        told[title] = torch.equal(run(model), run(reference))
+    return told
+
+
+def test_nothing_runs_between_the_tokens_of_a_class_that_keeps_its_state_in_its_modules(rank_pool) -> None:
+    for told in rank_pool(2).run(run_beside_a_state):
+        assert "keeps a state in its modules" in told.pop("guidance")
+        assert "a state kept in the model's modules" in told.pop("groups")
+        assert all(value is True for value in told.values()), told
 
 
 def ask_without_a_pipeline(tp: int) -> list[str]:

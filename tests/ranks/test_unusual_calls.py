@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -144,3 +145,21 @@ def complaint_about(tp: int, pp: int, what: str) -> str:
 def test_what_would_mean_another_thing_is_refused(rank_pool: Any, tp: int, pp: int, what: str, told: str) -> None:
     for complaint in rank_pool(2).run(complaint_about, tp, pp, what):
         assert told in complaint
+
+
+# -- pickle
+
+
+def pickle_it(tp: int, pp: int) -> str:
+    model = oslo.parallelize(whole_model("llama_two_kv"), tp=tp, pp=pp)
+    try:
+        pickle.dumps(model)
+    except OsloError as error:
+        return str(error)
+    return "pickled"
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_a_split_model_is_not_pickled(rank_pool, tp: int, pp: int) -> None:
+    for told in rank_pool(2).run(pickle_it, tp, pp):
+        assert "a split model cannot be pickled" in told

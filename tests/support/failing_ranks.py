@@ -33,6 +33,12 @@ def main(how: str, tp: int, pp: int) -> None:
         if wrong and how == "raises":
             time.sleep(1)  # the other ones are waiting by then
             raise ValueError("no more of this")
+        if wrong and how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if wrong and how == "busy":
+            computes_alone(until=time.monotonic() + 3 * float(os.environ["OSLO_ENGINE_STOPPED_S"]))
+        if wrong and how == "stopped in backward":
+            last_block(model).register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
         if wrong and how == "ends":
             return None
         if wrong and how == "saves":  # as behind a loop that ends earlier
@@ -82,6 +88,11 @@ def train_with_nan(model: Any, batch: dict[str, torch.Tensor], how: str, wrong: 
 def last_block(model: Any) -> torch.nn.Module:
     held = [block for block in model.transformer.h if any(not parameter.is_meta for parameter in block.parameters())]
     return held[-1].mlp
+
+
+def computes_alone(until: float) -> None:
+    while time.monotonic() < until:
+        sum(range(1_000_000))
 
 
 def stumble(module: torch.nn.Module, args: Any, output: Any) -> None:

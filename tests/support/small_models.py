@@ -57,6 +57,15 @@ def qwen3(**more: Any) -> Small:
     return Qwen3ForCausalLM, Qwen3Config(**_llama_like(head_dim=8, **more)), _stack("model.layers.*")
 
 
+def recurrent_gemma(**more: Any) -> Small:
+    """Keeps a part of its state between tokens in its modules."""
+    from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
+
+    sizes = {"lru_width": HIDDEN, "head_dim": 8, "attention_window_size": 8}
+    config = RecurrentGemmaConfig(**{**_llama_like(), "num_key_value_heads": 1, **sizes, **more})
+    return RecurrentGemmaForCausalLM, config, _stack("model.layers.*")
+
+
 def _bert_like(**more: Any) -> dict[str, Any]:
     return {
         "vocab_size": VOCAB,

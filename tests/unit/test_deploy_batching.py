@@ -17,7 +17,7 @@ from oslo_engine.errors import DeploymentError
 def traits(**more: Any) -> Traits:
     generation = SimpleNamespace(pad_token_id=0, eos_token_id=2)
     told = {"config": SimpleNamespace(is_encoder_decoder=False), "generation_config": generation}
-    return Traits(**{**told, "mixes_lengths": True, "beams": 1, "looks_back": False, **more})
+    return Traits(**{**told, "mixes_lengths": True, **more})
 
 
 def rows(*tokens: list[int]) -> torch.Tensor:
@@ -27,6 +27,12 @@ def rows(*tokens: list[int]) -> torch.Tensor:
 def key(ids: torch.Tensor, told: Traits | None = None, **settings: Any) -> Any:
     found = as_prompt((ids,), settings, told or traits(), streams=False)
     return None if found is None else batch_key(*found, told or traits())
+
+
+def test_a_single_answer_may_be_asked_for_by_name() -> None:
+    stated: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
+    short, long = key(rows([5, 6]), max_new_tokens=3, **stated), key(rows([5, 6, 7]), max_new_tokens=9, **stated)
+    assert short == long is not None
 
 
 def test_lengths_and_limits_may_differ() -> None:
@@ -49,7 +55,8 @@ def test_settings_that_differ_run_apart(first: dict[str, Any], second: dict[str,
 def test_lengths_run_apart_where_padding_would_be_seen() -> None:
     short, long = rows([5, 6]), rows([5, 6, 7])
     assert key(short, max_new_tokens=3, repetition_penalty=1.2) != key(long, max_new_tokens=3, repetition_penalty=1.2)
-    for told in (traits(mixes_lengths=False), traits(looks_back=True)):
+    backward = SimpleNamespace(pad_token_id=0, eos_token_id=2, repetition_penalty=1.1)
+    for told in (traits(mixes_lengths=False), traits(generation_config=backward)):
         assert key(short, told, max_new_tokens=3) != key(long, told, max_new_tokens=3)
         assert key(short, told, max_new_tokens=3) == key(short + 1, told, max_new_tokens=3)
 
@@ -64,6 +71,14 @@ def test_a_prompt_with_padding_but_no_mask_runs_alone() -> None:
 )
 def test_other_ways_to_generate_run_as_they_are(settings: dict[str, Any]) -> None:
     assert as_prompt((rows([5, 6]),), settings, traits(), streams=False) is None
+
+
+@pytest.mark.parametrize("own", [{"num_beams": 2}, {"num_return_sequences": 2}, {"return_dict_in_generate": True}])
+def test_the_model_s_own_settings_count_as_those_of_the_call(own: dict[str, Any]) -> None:
+    told = traits(generation_config=SimpleNamespace(pad_token_id=0, eos_token_id=2, **own))
+    assert as_prompt((rows([5, 6]),), {}, told, streams=False) is None
+    stated = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
+    assert as_prompt((rows([5, 6]),), stated, told, streams=False) is not None
 
 
 def test_a_model_that_looks_back_by_itself_is_seen() -> None:

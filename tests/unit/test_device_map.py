@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import small_models
-from oslo_engine import OsloError, PlanError, UnsupportedError, deparallelize, parallelize
+from oslo_engine import OsloError, PlanError, UnsupportedError, clip_grad_norm_, deparallelize, parallelize
 from oslo_engine.placement.assignment import assign, parts_of
 from oslo_engine.placement.balance import balanced_map
 from oslo_engine.placement.device_map import Faults, read_device_map
@@ -36,6 +36,7 @@ def faults_of(name: str, device_map: Any) -> list[str]:
         ({"cpu": [0, 1, 2, 3, 4]}, "transformer.h has blocks 0 to 3, not 4"),
         ({"cpu": [0, 1, 2, 3, -1]}, "not -1"),
         ({"cpu": [0, 1, 2, True]}, "not True"),
+        ({"cpu": [0, 1, 2, 3, 1]}, "transformer.h.1 is named twice"),
         ({"cpu": []}, "device 'cpu' has no block"),
         ({"h": {}}, "transformer.h is given no device"),
         ({"disk": [0, 1, 2, 3]}, "there is no such device: 'disk'"),
@@ -60,6 +61,56 @@ def test_all_faults_are_told_at_once_and_nothing_has_changed() -> None:
         parallelize(model, device_map={"cpu": [0, 9], "disk": [1], "cuda:99": [2]})
     assert all(word in str(caught.value) for word in ("4 faults", "not 9", "'disk'", "'cuda:99'", "without a device: 3"))
     assert (sorted(vars(model)), type(model)) == (names, before)
+
+
+def test_block_on_two_devices_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oslo_engine.placement.device_map.find_device", torch.device)  # which refuses meta
+    for device_map in ({"cpu": [0, 1, 2], "meta": [2, 3]}, {"h": {"cpu": [0, 1, 2]}, "transformer.h.2": "meta", "": "meta"}):
+        assert faults_of("gpt2", device_map) == ["transformer.h.2 is placed twice: on cpu and meta"]
+
+
+@pytest.mark.parametrize(
+    ("device_map", "complaints"),
+    [
+        (
+            {"encoder": {"cpu": [0, 1, 2, 3]}, "decoder": {"cpu": [0, 1, 2, 3]}},
+            ["no list of blocks called 'encoder'; the model has: transformer.h", "'decoder'", "without a device: 0, 1, 2, 3"],
+        ),
+        ({"cpu": list(range(6))}, ["transformer.h has blocks 0 to 3, not 4", "not 5"]),
+        ({"cpu": [0, 1]}, ["blocks of transformer.h without a device: 2, 3"]),
+        (
+            {
+                "model.embed_tokens": "cpu",
+                **{f"model.layers.{n}": "cpu" for n in range(4)},
+                "model.norm": "cpu",
+                "lm_head": "cpu",
+            },
+            [
+                "no module 'model.embed_tokens'",
+                "no module 'model.layers.3'",
+                "no module 'model.norm'",
+                "without a device: 0, 1, 2",
+            ],
+        ),
+    ],
+    ids=["encoder and decoder", "longer", "shorter", "other names"],
+)
+def test_map_for_another_model_is_refused_with_what_this_one_has(device_map: Any, complaints: list[str]) -> None:
+    model = small("gpt2")
+    with pytest.raises(PlanError) as caught:
+        parallelize(model, device_map=device_map)
+    assert [complaint for complaint in complaints if complaint not in str(caught.value)] == []
+    assert "does not fit the model" in str(caught.value)
+    assert "GPT2LMHeadModel" in str(caught.value)
+    assert "hf_device_map" not in vars(model)
+
+
+def test_what_is_for_split_models_says_so_of_a_placed_one() -> None:
+    model: Any = parallelize(small("gpt2"), device_map={"": "cpu"})
+    ids = torch.arange(3, 11).view(2, 4)
+    for use in (lambda: model.train_step({"input_ids": ids, "labels": ids}), lambda: clip_grad_norm_(model, 1.0)):
+        with pytest.raises(PlanError, match=r"(?s)split over processes, and this model has a device map.*loss\.backward\(\)"):
+            use()
 
 
 def test_numbers_alone_need_lists_of_one_length() -> None:
