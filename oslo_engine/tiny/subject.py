@@ -79,7 +79,7 @@ def find_subject(model: Any, task: str | None = None) -> Subject:
     if hasattr(model, "config") and hasattr(model, "get_output_embeddings"):
         return _of_model(model, task)
     raise UnsupportedError(
-        "this is nothing that can be verified",
+        "this is nothing that can be planned or verified",
         expected="a model type, a folder or hub name, a config or a model of Transformers",
         got=type(model).__name__,
     )
@@ -210,7 +210,7 @@ def _choose(config: PreTrainedConfig, task: str | None) -> tuple[str, str]:
 
 def _no_language_model(what: str) -> UnsupportedError:
     return UnsupportedError(
-        "only language models with a head can be verified",
+        "only language models with a head can be planned and verified",
         expected="a causal, masked or sequence-to-sequence language model",
         got=what,
     )

@@ -144,7 +144,7 @@ def test_unknown_name_is_refused_with_the_nearest() -> None:
 
 
 def test_nothing_in_particular_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="nothing that can be verified"):
+    with pytest.raises(UnsupportedError, match="nothing that can be planned or verified"):
         find_subject(3)
 
 
