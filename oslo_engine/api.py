@@ -86,7 +86,7 @@ def parallelize(
         TopologyError: the sizes do not fit the number of processes.
         PolicyError: no policy, or one that does not fit the model.
         FusionTargetError: ``fuse`` names what the model does not have.
-        PlanError: the model cannot be laid out this way, or the device map does not fit it.
+        PlanError: the model cannot be laid out this way, the device map does not fit it, or it is no model of Transformers.
         UnsupportedError: a device map or ``auto`` together with another way to split.
 
     Communication: without a device map collective; every rank of the job must call it with the same arguments.
@@ -109,6 +109,13 @@ def parallelize(
     if batch is not None and not auto:
         raise PlanError(
             "batch belongs to auto=True", got=f"batch={batch!r}", hint="micro_batch_size sets rows of a micro-batch"
+        )
+    if not isinstance(adapted_model(model), PreTrainedModel):
+        raise PlanError(
+            "parallelize takes models of Transformers",
+            expected="a transformers.PreTrainedModel, or what peft.get_peft_model makes of one",
+            got=f"{type(model).__module__}.{type(model).__qualname__}",
+            hint="call it before wrappers such as DistributedDataParallel or torch.compile",
         )
     if device_map is not None:
         if given:

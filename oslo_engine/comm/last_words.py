@@ -9,9 +9,9 @@ The thread also writes that its rank is alive, and where it stands (see ``calls`
 an exception that somebody caught on one rank only, or a rank that saves while the others train, ends the job with the cause.
 A rank that is killed leaves no words. Its peers see a broken connection; one of them then finds out who is not alive any more.
 With NCCL they see nothing, and the launcher ends the job.
-A rank that is stopped (SIGSTOP), or whose machine hangs, breaks no connection. Its line in the store stands still, and a rank that
-waits for it ends the job. The line is written by a thread of its own, so whatever the main thread does, it is renewed, unless
-something holds Python's lock all that time; hence the long limit.
+A rank that is stopped (SIGSTOP), or whose machine hangs, breaks no connection. Its line in the store stands still, and a rank
+that waits for it ends the job. The line is written by a thread of its own, so whatever the main thread does, it is renewed,
+unless something holds Python's lock all that time; hence the long limit.
 """
 
 from __future__ import annotations

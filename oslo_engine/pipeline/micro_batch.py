@@ -120,7 +120,7 @@ def loss_weights(micros: Sequence[MicroBatch], *, shift_labels: bool, divides_by
             where="; ".join(f"{name}: {count}" for name, count in counts.items()),
             expected="the same share of each kind in every micro-batch, since their losses come as one sum",
             got="different shares",
-            hint="choose a micro-batch size as large as the batch, or pass only one kind of labels",
+            hint="use pp=1 with tp, which runs a batch as one, or pass only one kind of labels",
         )
     return first
 

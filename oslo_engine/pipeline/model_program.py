@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
@@ -190,6 +191,7 @@ class ModelProgram:
         _refuse_packed_without_mask(kwargs, self.model)
         kwargs["use_cache"] = False
         _refuse_trained_inputs(kwargs)
+        _refuse_reentrant_checkpointing(self.model)
         loss = self._outer_loss
         if loss is None:
             self.check_loss()
@@ -252,6 +254,22 @@ class ModelProgram:
                         expected=f"use on stages {tensor.stages}",
                         hint="stages are planned for training and generation with ordinary arguments; use pp=1 for this call",
                     )
+
+
+def _refuse_reentrant_checkpointing(model: nn.Module) -> None:
+    """A stage asks for the gradients of what it received, which the older kind of checkpointing cannot give."""
+    for name, module in model.named_modules():
+        function = (
+            getattr(module, "_gradient_checkpointing_func", None) if getattr(module, "gradient_checkpointing", 0) else None
+        )
+        of_block = getattr(function, "keywords", {}).get("use_reentrant", False)
+        if of_block or getattr(module, "checkpoint_impl", None) is CheckpointImpl.REENTRANT:
+            raise UnsupportedError(
+                "a pipeline cannot train with reentrant activation checkpointing",
+                where=name,
+                got="use_reentrant=True",
+                hint='call model.gradient_checkpointing_enable({"use_reentrant": False}), or use pp=1',
+            )
 
 
 def _refuse_trained_inputs(kwargs: Mapping[str, Any]) -> None:

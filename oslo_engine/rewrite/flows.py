@@ -160,6 +160,11 @@ class FlowBook:
 
 def small_inputs(twin: PreTrainedModel, inputs: Mapping[str, Any], root: str = "", *, shorten: bool = True) -> dict[str, Any]:
     """Arguments of the same kind for a batch of 2 x 8 tokens (or of the given rows and length), a cache being empty."""
+    with torch.inference_mode(False), torch.no_grad():
+        return _small_inputs(twin, inputs, root, shorten)
+
+
+def _small_inputs(twin: PreTrainedModel, inputs: Mapping[str, Any], root: str, shorten: bool) -> dict[str, Any]:
     small: dict[str, Any] = {}
     ids = inputs.get("input_ids")
     length = ids.shape[1] if isinstance(ids, Tensor) and ids.ndim == 2 else None
@@ -187,7 +192,8 @@ def _empty_cache(twin: PreTrainedModel, cache: Cache) -> Cache | None:
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu()
+    """A copy, as tensors made in inference mode do not tell of writes."""
+    return tensor.detach().cpu().clone()
 
 
 def _small(name: str, length: int | None, tensor: Tensor) -> Tensor:

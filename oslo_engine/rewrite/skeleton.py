@@ -161,8 +161,8 @@ def _text_inputs(model: PreTrainedModel, names: list[str]) -> dict[str, Any]:
 def _speech_inputs(model: PreTrainedModel, names: list[str], root: str) -> dict[str, Any] | None:
     """Features of a sound and the text so far, for an encoder that takes features in one length only; None for other models.
 
-    How many features a moment has and how many moments a sound stands in the config; in which order, and by how much the
-    encoder shortens the sound, only in its code, so these are tried.
+    The features are of the model's type. How many of them a moment has and how many moments a sound stands in the config; in
+    which order, and by how much the encoder shortens the sound, only in its code, so these are tried.
     """
     if not {"input_features", "decoder_input_ids"} <= set(names):
         return None
@@ -170,7 +170,7 @@ def _speech_inputs(model: PreTrainedModel, names: list[str], root: str) -> dict[
     sizes = _numbers(model.config, "mel_bins", "feat_per_channel"), _numbers(model.config, "max_source_positions")
     for bins, positions, shortening in itertools.product(*map(sorted, map(set, sizes)), (2, 1, 4)):
         for shape in ((NUM_ROWS, bins, positions * shortening), (NUM_ROWS, positions * shortening, bins)):
-            inputs = {"input_features": torch.zeros(shape), **text}
+            inputs = {"input_features": torch.zeros(shape, dtype=model.dtype), **text}
             try:
                 _run(model, inputs, root)
             except Exception:  # whatever a model's own code raises on a shape it does not expect
@@ -218,7 +218,8 @@ def _accepted_labels(model: PreTrainedModel, inputs: Mapping[str, Any], root: st
     """
     tokens = inputs["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"]
     classes = torch.zeros_like(tokens)
-    for labels in (tokens, classes, classes[:, 0], torch.zeros(NUM_ROWS, model.config.num_labels or 1)):
+    values = torch.zeros(NUM_ROWS, model.config.num_labels or 1, dtype=model.dtype)
+    for labels in (tokens, classes, classes[:, 0], values):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

@@ -65,10 +65,10 @@ def test_speech_gives_the_tokens_of_the_unsplit_model(rank_pool, tp: int, pp: in
         assert told == []
 
 
-def train_on_speech() -> tuple[float, float]:
+def train_on_speech(dtype: torch.dtype) -> tuple[float, float]:
     """Relative error of the loss, and the largest of any gradient, on two stages."""
-    reference, model = speech_model(), oslo.parallelize(speech_model(), pp=2)
-    features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(0))
+    reference, model = speech_model().to(dtype), oslo.parallelize(speech_model().to(dtype), pp=2)
+    features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(0), dtype=dtype)
     batch = {"input_features": features, "labels": torch.arange(3, 15).view(2, 6)}
     wanted = reference(**batch).loss
     wanted.backward()
@@ -80,7 +80,8 @@ def train_on_speech() -> tuple[float, float]:
     return abs(float(loss) - float(wanted)) / float(wanted), max(errors)
 
 
-def test_speech_trains_on_two_stages_as_unsplit(rank_pool) -> None:
-    for loss_error, gradient_error in rank_pool(2).run(train_on_speech):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_speech_trains_on_two_stages_as_unsplit(rank_pool, dtype: torch.dtype) -> None:
+    for loss_error, gradient_error in rank_pool(2).run(train_on_speech, dtype):
         assert loss_error < 1e-5
         assert gradient_error < 1e-4

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import oslo_engine as oslo
@@ -237,3 +243,69 @@ def test_shapes_and_micro_batch_size_may_change_from_step_to_step(rank_pool) -> 
         assert losses[0:8:2] == pytest.approx(expected, rel=1e-5)
         assert losses[1:8:2] == pytest.approx(expected, rel=1e-5)
         assert losses[8] == pytest.approx(reference(**batch(4)).loss.item(), rel=1e-5)
+
+
+def evaluated(tp: int, pp: int, context: Any) -> tuple[list[float], list[list[int]], float]:
+    """Losses of batches that were made inside of a context, generated tokens, and the loss of training afterwards."""
+    model = oslo.parallelize(unsplit("gpt2"), tp=tp, pp=pp, micro_batch_size=2).eval()
+    with context():
+        losses = [model(**batch(length=length)).loss.item() for length in (LENGTH, 7)]
+        tokens = model.generate(batch(2)["input_ids"].clone(), max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
+    return losses, tokens, model.train().train_step(batch()).item()
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_inference_mode_is_like_no_grad(rank_pool, tp: int, pp: int) -> None:
+    reference = unsplit("gpt2").eval()
+    expected = [reference(**batch(length=length)).loss.item() for length in (LENGTH, 7)]
+    tokens = reference.generate(batch(2)["input_ids"], max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
+    for losses, generated, loss in rank_pool(tp * pp).run(evaluated, tp, pp, torch.inference_mode):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert generated == tokens
+        assert loss == pytest.approx(expected[0], rel=1e-5)
+
+
+def checkpointed(kind: str) -> str:
+    model = oslo.parallelize(unsplit("gpt2"), pp=2, micro_batch_size=2)
+    if kind == "transformers":
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    else:
+        wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
+        apply_activation_checkpointing(
+            model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: module in list(model.transformer.h)
+        )
+    try:
+        model(**batch())
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["transformers", "torch"])
+def test_reentrant_checkpointing_is_refused_before_anything_runs(rank_pool, kind: str) -> None:
+    for said in rank_pool(2).run(checkpointed, kind):
+        assert '"use_reentrant": False' in said
+
+
+def two_kinds_of_labels(micro_batch_size: int) -> str:
+    config = transformers.BertConfig(
+        vocab_size=83,
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+    )
+    model = oslo.parallelize(transformers.BertForPreTraining(config), pp=2, micro_batch_size=micro_batch_size)
+    given = batch()
+    try:
+        model(**given, next_sentence_label=torch.tensor([0, 1, 0, 1]))
+    except BatchError as error:
+        return str(error)
+    return ""
+
+
+def test_labels_of_two_kinds_that_are_spread_differently_lead_to_another_layout(rank_pool) -> None:
+    for said in rank_pool(2).run(two_kinds_of_labels, 2):
+        assert "several kinds of labels" in said
+        assert "hint: use pp=1" in said

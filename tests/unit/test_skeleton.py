@@ -178,6 +178,21 @@ def test_labels_may_be_a_value_per_row_and_class() -> None:
     assert (labels.shape, labels.dtype) == ((2, 3), torch.float32)
 
 
+def test_inputs_that_are_no_tokens_have_the_type_of_the_model() -> None:
+    import transformers
+
+    _, config, _ = SMALL["bert"]()
+    config.num_labels, config.problem_type = 3, "multi_label_classification"
+    model = skeleton(transformers.BertForSequenceClassification, config, dtype=torch.float64)
+    assert example_inputs(model, "train")["labels"].dtype is torch.float64
+    sizes = {"d_model": 24, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 32, "vocab_size": 83}
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = transformers.WhisperConfig(**sizes, **layers, **tokens)
+    model = skeleton(transformers.WhisperForConditionalGeneration, config, dtype=torch.float64)
+    assert example_inputs(model, "train")["input_features"].dtype is torch.float64
+
+
 def test_trying_labels_warns_of_nothing() -> None:
     import transformers
 
