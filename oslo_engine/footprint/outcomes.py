@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor
 
 from oslo_engine.rewrite.call_keys import Key, NotPlainError, call_key
 
@@ -129,7 +129,7 @@ def _make(each: _Made, tensors: Sequence[Tensor]) -> FakeTensor:
     first = tensors[0]
     assert isinstance(first, FakeTensor)
     mode = first.fake_mode
-    with in_kernel_invocation_manager(mode):
+    with torch._C._DisableTorchDispatch():  # plain tensors on meta, as FakeTensorMode makes them within an operation
         empty = torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device="meta")
         if each.of is not None:
             empty.set_(tensors[each.of].untyped_storage(), each.offset, each.shape, each.stride)  # type: ignore[call-overload]

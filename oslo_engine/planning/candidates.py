@@ -19,7 +19,7 @@ class Candidate:
     """A layout.
 
     rows: of a micro-batch. micro_batches: of a step, on one copy of the model.
-    zero: stage of ZeRO. devices: of a device map in one process; 1 without one.
+    zero: stage of ZeRO.
     """
 
     tp: int
@@ -31,11 +31,10 @@ class Candidate:
     checkpointing: bool = False
     zero: int = 0
     sequence_parallel: bool = False
-    devices: int = 1
 
     @property
     def gpus(self) -> int:
-        return self.tp * self.pp * self.dp * self.devices
+        return self.tp * self.pp * self.dp
 
 
 def candidates(question: Question, num_blocks: int, *, sequence_parallel: bool) -> Iterator[Candidate]:
