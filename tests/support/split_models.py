@@ -154,5 +154,6 @@ def write_split(
     layout = with_merged_names(replace(layout, files=files), whole)
     if with_config:
         write_config(whole, folder)
-    layout.with_configs(folder).write(folder / MANIFEST)
+    layout = layout.with_configs(folder)
+    layout.write(folder / MANIFEST)
     return layout
