@@ -5,25 +5,26 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from oslo_engine.checkpoint.safetensors_io import FileRecord, TensorSpec
+from oslo_engine.checkpoint.safetensors_io import FileRecord, TensorSpec, record_of
 from oslo_engine.errors import CheckpointError
 from oslo_engine.plan.plan import Plan
 from oslo_engine.shards import Shard
 
 FORMAT = "oslo_engine split checkpoint"
-VERSION = 1
+VERSION = 1  # of what a reader must understand; keys that it does not know it may ignore
 
 Serialization = Literal["safetensors", "torch"]
 FILE_NAMES: dict[Serialization, str] = {
     "safetensors": "{stem}_tp={tp}_pp={pp}.safetensors",
     "torch": "pytorch_{stem}_tp={tp}_pp={pp}.bin",
 }
+CONFIGS = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Layout:
     tp, pp: how many files on each axis.
     policy, model: the names of the policy and of the model class it was saved with.
     policy_hash: of what the policy said then; empty where there was none.
+    configs: what the config files were, if they were written with it. They may be edited: only ``verify`` compares them.
     files: what each file must be.
     stem: what the names of the files begin with.
     """
@@ -88,6 +90,12 @@ class Layout:
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     stem: str = "model"
     policy_hash: str = ""
+    configs: Mapping[str, FileRecord] = field(default_factory=dict)
+
+    def with_configs(self, folder: Path) -> Layout:
+        """With what the config files in a folder are now."""
+        there = [name for name in CONFIGS if (folder / name).is_file()]
+        return replace(self, configs={name: record_of(folder / name) for name in there})
 
     def file_name(self, tp_rank: int, pp_rank: int) -> str:
         return FILE_NAMES[self.serialization].format(stem=self.stem, tp=tp_rank, pp=pp_rank)
@@ -110,7 +118,8 @@ class Layout:
             "model": self.model,
             "serialization": self.serialization,
             "stem": self.stem,
-            "files": {name: {"size_bytes": record.size_bytes, "sha256": record.sha256} for name, record in self.files.items()},
+            "files": {name: asdict(record) for name, record in self.files.items()},
+            "configs": {name: asdict(record) for name, record in self.configs.items()},
         }
         head = json.dumps(data, indent=2).removesuffix("\n}")
         tensors = ",\n    ".join(json.dumps(_tensor_to_json(tensor)) for tensor in self.tensors)  # a line each
@@ -176,14 +185,16 @@ def read_layout(path: Path) -> Layout:
             model=str(data["model"]),
             serialization=data["serialization"],
             tensors=tuple(_tensor_from_json(entry, data["tp"], data["pp"]) for entry in data["tensors"]),
-            files={name: FileRecord(int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in data["files"].items()},
+            files=_records_from_json(data["files"]),
             stem=data.get("stem", "model"),
             policy_hash=str(data.get("policy_hash", "")),
+            configs=_records_from_json(data.get("configs", {})),
         )
         _require(layout.stem.isidentifier(), f"stem {layout.stem!r}")
         names = [alias for tensor in layout.tensors for alias in tensor.aliases]
         _require(len(names) == len(set(names)), "a name stands for two tensors")
         _require(set(layout.files) == set(layout.file_names()), f"files are {sorted(layout.files)}")
+        _require(set(layout.configs) <= set(CONFIGS), f"configs are {sorted(layout.configs)}")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise CheckpointError(
             "the layout of the split checkpoint is damaged", where=str(path), got=f"{type(error).__name__}: {error}"
@@ -238,6 +249,10 @@ def _shard_from_json(name: str, entry: dict[str, Any], shape: Sequence[int], tp:
         end = stop
     _require(end == size or math.prod(shape) == 0, f"{name}: spans end at {end} of {size}")
     return Shard(dim, size, spans)
+
+
+def _records_from_json(entries: dict[str, Any]) -> dict[str, FileRecord]:
+    return {name: FileRecord(int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
 
 
 def _positive(value: Any) -> int:

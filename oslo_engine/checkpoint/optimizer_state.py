@@ -20,6 +20,7 @@ from oslo_engine.plan.plan import Plan, TensorPlan
 from oslo_engine.rewrite.state import ParallelState
 
 STEM = "optimizer"
+MASTER = "fp32"  # the key of a master weight, in single precision, of an optimizer that keeps one
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ def names_of_parameters(model: nn.Module, state: ParallelState) -> dict[Tensor, 
     return {parameter: state.plan.tensor(name).name for name, parameter in model.named_parameters()}
 
 
+def parameters_in(optimizer: Any, number: int) -> list[Tensor]:
+    """The model's parameters in one of an optimizer's groups. DeepSpeed's own groups have its partitions."""
+    members = optimizer.bit16_groups[number] if hasattr(optimizer, "bit16_groups") else optimizer.param_groups[number]["params"]
+    return list(members)
+
+
 def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> list[Group]:
     """The groups of an optimizer by names.
 
@@ -56,16 +63,18 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> 
     """
     groups = []
     for number, group in enumerate(optimizer.param_groups):
-        foreign = [parameter for parameter in group["params"] if parameter not in names]
+        members = parameters_in(optimizer, number)
+        foreign = [parameter for parameter in members if parameter not in names]
         if foreign:
             raise CheckpointError(
                 "the optimizer has a parameter that is not the model's",
                 where=f"parameter group {number}",
                 got=f"a tensor of shape {tuple(foreign[0].shape)}",
-                hint="make the optimizer after parallelize or loading, from the parameters of this model",
+                hint="make the optimizer after parallelize or loading, from the parameters of this model; "
+                "of DeepSpeed give engine.optimizer",
             )
         options = {key: value for key, value in group.items() if key != "params"}
-        groups.append(Group(tuple(names[parameter] for parameter in group["params"]), options))
+        groups.append(Group(tuple(names[parameter] for parameter in members), options))
     return groups
 
 

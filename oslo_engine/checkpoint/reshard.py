@@ -191,7 +191,7 @@ def _write(layout: Layout, values: _Values, folder: Path, copier: Copier) -> Non
         records = {name: record.result() for name, record in files.items()}
     if layout.serialization != "safetensors":
         records = {name: _pickled(folder / (name + PART), folder / name) for name in records}
-    dataclasses.replace(layout, files=records).write(folder / MANIFEST)
+    dataclasses.replace(layout, files=records).with_configs(folder).write(folder / MANIFEST)
 
 
 def _write_stage(

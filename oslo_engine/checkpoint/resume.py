@@ -17,14 +17,24 @@ from transformers import PreTrainedModel
 from oslo_engine.checkpoint.agree import together
 from oslo_engine.checkpoint.atomic import MANIFEST, recover
 from oslo_engine.checkpoint.background import saving_of
-from oslo_engine.checkpoint.optimizer_state import Group, fill_groups, name_of, names_of_parameters, put
+from oslo_engine.checkpoint.optimizer_state import MASTER, Group, fill_groups, name_of, names_of_parameters, put
 from oslo_engine.checkpoint.place import find
 from oslo_engine.checkpoint.safetensors_io import FileRecord, record_of
 from oslo_engine.checkpoint.save import leads
 from oslo_engine.checkpoint.source import verify_source
 from oslo_engine.checkpoint.split import SplitSource
 from oslo_engine.checkpoint.tensors import TensorSource
-from oslo_engine.checkpoint.training import FORMAT, OBJECTS, OPTIMIZER, RECORD, VERSION, global_rank, refuse_flat_states
+from oslo_engine.checkpoint.training import (
+    FORMAT,
+    OBJECTS,
+    OPTIMIZER,
+    RECORD,
+    VERSION,
+    global_rank,
+    kind_of,
+    refuse_other_partitions,
+)
+from oslo_engine.checkpoint.zero import ZeroState, is_zero
 from oslo_engine.errors import CheckpointError
 from oslo_engine.plan.plan import TensorPlan
 from oslo_engine.rewrite.state import ParallelState, parallel_state, parallelized
@@ -52,7 +62,7 @@ def load_training(
     Communication: an all-gather of small objects over all ranks for each of these steps.
     """
     whole = parallelized(model)
-    refuse_flat_states(optimizer)
+    refuse_other_partitions(optimizer)
     with parallel_state(whole).mesh.calls.call("loading"):
         _open_and_load(Path(directory), whole, optimizer, objects)
 
@@ -127,12 +137,12 @@ def _check_asked(folder: Path, record: Mapping[str, Any], optimizer: Any, object
     if optimizer is not None:
         if record["optimizer"] is None:
             raise CheckpointError("the training was saved without an optimizer", where=str(folder))
-        if record["optimizer"] != type(optimizer).__name__:
+        if record["optimizer"] != kind_of(optimizer):
             raise CheckpointError(
                 "the training was saved with another optimizer",
                 where=str(folder),
                 expected=record["optimizer"],
-                got=type(optimizer).__name__,
+                got=kind_of(optimizer),
             )
     if missing := sorted(asked - there):
         raise CheckpointError(
@@ -184,10 +194,13 @@ def _copy_weights(folder: Path, source: SplitSource, model: PreTrainedModel, sta
             )
     with torch.no_grad():
         for tensor in held:
-            value, old = _part(source, tensor.name, tensor, state), find(model, tensor)
-            if isinstance(old, DTensor):
-                value = distribute_tensor(value.to(old.device), old.device_mesh, old.placements)
-            old.copy_(value)
+            _copy_into(find(model, tensor), _part(source, tensor.name, tensor, state))
+
+
+def _copy_into(old: Tensor, value: Tensor) -> None:
+    if isinstance(old, DTensor):
+        value = distribute_tensor(value.to(old.device), old.device_mesh, old.placements)
+    old.copy_(value)
 
 
 def _fill(
@@ -200,17 +213,41 @@ def _fill(
     names = names_of_parameters(model, state)
     parameters = {name: parameter for parameter, name in names.items()}
     fill_groups(optimizer, [Group(tuple(names), options) for names, options in saved["groups"]], names)
+    if is_zero(optimizer):
+        _fill_zero(ZeroState(optimizer, names), source, saved, state)
+        return
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     optimizer.state.clear()
     for entry in source.layout.tensors:
         key, _, name = entry.name.partition(":")
         if name in parameters and id(parameters[name]) in optimized:
-            put(optimizer, parameters[name], key, _part(source, entry.name, state.plan.tensor(name), state))
+            value = _part(source, entry.name, state.plan.tensor(name), state)
+            if key == MASTER:
+                with torch.no_grad():
+                    _copy_into(parameters[name], value)
+            else:
+                put(optimizer, parameters[name], key, value)
     for full_name, value in saved["others"].items():
         key, _, name = full_name.partition(":")
         if name in parameters and id(parameters[name]) in optimized:
             assert name_of(key, name) == full_name
             put(optimizer, parameters[name], key, value)
+
+
+def _fill_zero(zero: ZeroState, source: SplitSource, saved: Mapping[str, Any], state: ParallelState) -> None:
+    keys: dict[str, list[str]] = {}
+    for full_name in (*source.names(), *saved["others"]):
+        key, _, name = full_name.partition(":")
+        keys.setdefault(name, []).append(key)
+
+    def read(key: str, name: str) -> Any:
+        full_name = name_of(key, name)
+        if full_name in saved["others"]:
+            return saved["others"][full_name]
+        return _part(source, full_name, state.plan.tensor(name), state)
+
+    zero.fill(keys, read)
+    zero.set_loss_scale(saved.get("loss_scale", {}))
 
 
 def _part(source: TensorSource, name: str, tensor: TensorPlan, state: ParallelState) -> Tensor:

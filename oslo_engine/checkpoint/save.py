@@ -109,7 +109,7 @@ def _finish(model: PreTrainedModel, layout: Layout | None, staging: Path, target
     if save_config:
         write_config(model, staging)
     if layout is not None:
-        layout.write(staging / MANIFEST)
+        layout.with_configs(staging).write(staging / MANIFEST)
     commit(staging, target)
 
 

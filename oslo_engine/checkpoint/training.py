@@ -29,6 +29,8 @@ from oslo_engine.checkpoint.background import Saving, saving_of
 from oslo_engine.checkpoint.layout import Layout
 from oslo_engine.checkpoint.optimizer_state import (
     STEM,
+    Entry,
+    Group,
     entries_of,
     groups_of,
     layout_of_entries,
@@ -38,6 +40,7 @@ from oslo_engine.checkpoint.optimizer_state import (
 )
 from oslo_engine.checkpoint.safetensors_io import FileRecord, record_of
 from oslo_engine.checkpoint.save import Reader, agree_on_layout, leads, model_reader, write_config, write_parts
+from oslo_engine.checkpoint.zero import ZeroState, is_zero
 from oslo_engine.errors import CheckpointError, UnsupportedError
 from oslo_engine.rewrite.state import ParallelState, parallel_state, parallelized
 
@@ -62,7 +65,8 @@ def save_training(
     Args:
         directory: the folder; other files in it stay.
         model: parallelized, also wrapped in DDP, or divided by FSDP2.
-        optimizer: one that keeps, for each parameter, numbers and tensors of its shape: AdamW, SGD, Lion, ...
+        optimizer: one that keeps, for each parameter, numbers and tensors of its shape: AdamW, SGD, Lion, ...; of DeepSpeed's
+            ZeRO 1 and 2 ``engine.optimizer``.
         asynchronous: copy everything to the CPU and return; the files are written while training goes on. At most one such
             save runs at a time: the next call waits for it.
         objects: whatever else has a ``state_dict()``, the same on all ranks, under names of your choice: ``scheduler=...``,
@@ -78,7 +82,7 @@ def save_training(
     Communication: a few all-gathers of small objects over all ranks.
     """
     whole = parallelized(model)
-    refuse_flat_states(optimizer)
+    refuse_other_partitions(optimizer)
     with parallel_state(whole).mesh.calls.call("saving"):
         return _save(Path(directory), whole, optimizer, objects, asynchronous=asynchronous)
 
@@ -109,11 +113,13 @@ def _save(
     return saving_of(state.mesh).run(write, in_background=asynchronous)
 
 
-def refuse_flat_states(optimizer: Any) -> None:
-    """Raises UnsupportedError for what DeepSpeed makes of an optimizer."""
-    if optimizer is not None and type(optimizer).__module__.startswith("deepspeed."):
+def refuse_other_partitions(optimizer: Any) -> None:
+    """Raises UnsupportedError for what DeepSpeed makes of an optimizer, except for ZeRO 1 and 2."""
+    is_wrapper = type(optimizer).__module__.startswith("deepspeed.") and not isinstance(optimizer, torch.optim.Optimizer)
+    if is_wrapper and not is_zero(optimizer):
         raise UnsupportedError(
-            "DeepSpeed keeps the optimizer's state in partitions of its own, which are not divided by parameter",
+            "DeepSpeed keeps the state of this optimizer in a form of its own, which cannot be divided by parameter",
+            expected="ZeRO 1 or 2, or an optimizer of torch.optim",
             got=f"{type(optimizer).__module__}.{type(optimizer).__name__}",
             hint="call engine.save_checkpoint(folder) and engine.load_checkpoint(folder), which want the same layout; "
             "for another layout save the weights alone: oslo.save_training(folder, model)",
@@ -158,7 +164,7 @@ def _prepare(
         "version": VERSION,
         "layout": {"tp": topology.tp, "pp": topology.pp, "dp": topology.dp},
         "random": {"seed": state.streams.seed, "step": state.streams.step},
-        "optimizer": None if optimizer is None else type(optimizer).__name__,
+        "optimizer": None if optimizer is None else kind_of(optimizer),
         "objects": sorted(objects),
     }
     layout, read = agree_on_layout(model, state), model_reader(model, state)
@@ -168,23 +174,62 @@ def _prepare(
     job = _Job(state, (layout, read), record)
     saved: dict[str, Any] = {}
     if optimizer is not None:
-        names = names_of_parameters(model, state)
-        seen = together(lambda: (*entries_of(optimizer, names, state), groups_of(optimizer, names)), what=WHAT)
-        values = values_of(optimizer, names)
-        job.optimizer = (
-            layout_of_entries(state.plan, [entries for entries, _, _ in seen]),
-            _copied(values) if copy else dict(values).__getitem__,
-        )
-        saved["groups"] = [(group.parameters, dict(group.options)) for group in merge_groups([groups for _, _, groups in seen])]
-        saved["others"] = {name: value for _, others, _ in seen for name, value in others.items()}
+        job.optimizer, more = _prepare_optimizer(model, state, optimizer, copy=copy)
+        saved |= more
 
     def pack() -> None:
         states = {name: _state_of(name, each) for name, each in objects.items()}
-        job.objects = _packed({**saved, "objects": states}, WHAT)
+        try:
+            job.objects = _packed({**saved, "objects": states}, WHAT)
+        except CheckpointError:
+            for name, each in states.items():  # which of them it is
+                _packed(each, f"{name}=")
+            raise
         job.generators = _packed(_generators(state), WHAT)
 
     together(pack, what=WHAT)
     return job
+
+
+def _prepare_optimizer(
+    model: PreTrainedModel, state: ParallelState, optimizer: torch.optim.Optimizer, *, copy: bool
+) -> tuple[tuple[Layout, Reader], dict[str, Any]]:
+    """(what goes into its files, what goes to the objects)"""
+    names = names_of_parameters(model, state)
+    zero: list[ZeroState] = []
+
+    def look() -> tuple[list[Group], dict[str, dict[str, Entry]], dict[str, Any]]:
+        groups = groups_of(optimizer, names)
+        if not is_zero(optimizer):
+            return groups, *entries_of(optimizer, names, state)
+        zero.append(ZeroState(optimizer, names))
+        return groups, *zero[0].entries(state.plan)
+
+    seen = together(look, what=WHAT)
+    layout = layout_of_entries(state.plan, [entries for _, entries, _ in seen])
+    saved: dict[str, Any] = {
+        "groups": [(group.parameters, dict(group.options)) for group in merge_groups([groups for groups, _, _ in seen])],
+        "others": {name: value for _, _, others in seen for name, value in others.items()},
+    }
+    if zero:
+        return (layout, _zero_reader(zero[0], layout, state, copy=copy)), saved | {"loss_scale": zero[0].loss_scale()}
+    values = values_of(optimizer, names)
+    return (layout, _copied(values) if copy else dict(values).__getitem__), saved
+
+
+def _zero_reader(zero: ZeroState, layout: Layout, state: ParallelState, *, copy: bool) -> Reader:
+    """Puts tensors together when they are asked for, or all of them now; only the rank that writes them keeps copies."""
+    if not copy:
+        return zero.read
+    at = state.mesh.at
+    names = [tensor.name for tensor in layout.stored_in(at.tp_rank, at.pp_rank)]
+    values = ((name, zero.read(name)) for name in names)
+    return _copied((name, value if at.dp_rank == 0 else value.new_empty(0)) for name, value in values)
+
+
+def kind_of(optimizer: Any) -> str:
+    """The name of an optimizer's class; ZeRO's is around one."""
+    return type(optimizer.optimizer if is_zero(optimizer) else optimizer).__name__
 
 
 def _copied(values: Any) -> Reader:
@@ -196,9 +241,7 @@ def _state_of(name: str, given: Any) -> Any:
         raise CheckpointError(
             "an object that is to be saved has no state", where=f"{name}=", expected="state_dict()", got=type(given).__name__
         )
-    state = given.state_dict()
-    _packed(state, f"{name}=")
-    return state
+    return given.state_dict()
 
 
 def _packed(value: Any, where: str) -> bytes:
@@ -231,7 +274,7 @@ def _finish(model: PreTrainedModel, job: _Job, staging: Path, target: Path) -> N
         job.optimizer[0].write(staging / OPTIMIZER)
         job.record["files"][OPTIMIZER] = dataclasses.asdict(record_of(staging / OPTIMIZER))
     (staging / RECORD).write_text(json.dumps(job.record, indent=2) + "\n", encoding="utf-8")
-    job.layout.write(staging / MANIFEST)
+    job.layout.with_configs(staging).write(staging / MANIFEST)
     commit(staging, target)
 
 

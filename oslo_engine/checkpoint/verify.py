@@ -7,17 +7,20 @@ from pathlib import Path
 from oslo_engine.checkpoint.complete import check_complete, made_by_class
 from oslo_engine.checkpoint.folder import Progress, model_of
 from oslo_engine.checkpoint.resume import check_file, read_record
+from oslo_engine.checkpoint.safetensors_io import record_of
 from oslo_engine.checkpoint.source import open_source
 from oslo_engine.checkpoint.split import SplitSource
-from oslo_engine.checkpoint.supply import supplies_for
+from oslo_engine.checkpoint.supply import Supplier, supplies_for
 from oslo_engine.checkpoint.tensors import TensorSource
 from oslo_engine.checkpoint.training import OBJECTS, OPTIMIZER, RECORD
+from oslo_engine.errors import CheckpointError
 from oslo_engine.rewrite.planning import plan_model
 from oslo_engine.topology import Topology
 
 
 def verify_folder(folder: Path, progress: Progress | None = None) -> TensorSource:
-    """Check a checkpoint: its files, their checksums where it has them, and names and shapes by the model in its config.
+    """Check a checkpoint: its files, their checksums where it has them, names and shapes by the model in its config, and that
+    tied values are equal.
 
     Of a training that was saved, the files of the optimizer, the objects and the generators too.
 
@@ -31,10 +34,16 @@ def verify_folder(folder: Path, progress: Progress | None = None) -> TensorSourc
         CheckpointError: what is wrong first; it names the file or the tensor.
     """
     source = open_source(folder)
+    if isinstance(source, SplitSource):
+        _check_configs(source)
     model = model_of(folder, source)
     tensors = [tensor for tensor in plan_model(model, None, Topology()).plan.tensors if tensor.persistent]
     supplies = supplies_for(model, tensors, source)
     check_complete(supplies, made_by_class(supplies, model), folder, type(model).__name__)
+    supplier = Supplier(source, model, ())
+    for supply in supplies.of.values():
+        if len(supply.names) > 1:
+            supplier.stored(supply)
     checked = [source, *_open_training(folder)] if isinstance(source, SplitSource) else []
     files = [(each, number) for each in checked for number in range(len(each.layout.file_names()))]
     sizes = [each.layout.files[each.layout.file_names()[number]].size_bytes for each, number in files]
@@ -47,6 +56,20 @@ def verify_folder(folder: Path, progress: Progress | None = None) -> TensorSourc
         if progress is not None:
             progress(done, sum(sizes))
     return source
+
+
+def _check_configs(source: SplitSource) -> None:
+    for name, wanted in source.layout.configs.items():
+        path = source.folder / name
+        found = record_of(path) if path.is_file() else None
+        if found != wanted:
+            raise CheckpointError(
+                "a config was altered after the checkpoint was saved, or is missing",
+                where=str(path),
+                expected=f"sha256 {wanted.sha256}",
+                got="no such file" if found is None else found.sha256,
+                hint="copy it again; if the change was meant, checkpoint reshard writes the same weights with a new checksum",
+            )
 
 
 def _open_training(folder: Path) -> list[SplitSource]:

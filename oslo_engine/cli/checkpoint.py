@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -104,7 +104,6 @@ def verify(folder: Annotated[Path, typer.Argument(help="Folder of a checkpoint, 
             raise CheckpointError("there is no such checkpoint", where=str(folder), expected="a folder")
     try:
         with byte_progress("checking") as progress:
-            from oslo_engine.checkpoint.split import SplitSource
             from oslo_engine.checkpoint.verify import verify_folder
 
             quiet_transformers()
@@ -112,8 +111,7 @@ def verify(folder: Annotated[Path, typer.Argument(help="Folder of a checkpoint, 
     except OsloError as error:
         typer.echo(f"{folder}: {error}")
         raise typer.Exit(1) from None
-    checked = "names, shapes and checksums" if isinstance(source, SplitSource) else "names and shapes (it has no checksums)"
-    typer.echo(f"{folder}: ok, {len(source.names())} tensors: {checked}")
+    typer.echo(f"{folder}: ok, {len(source.names())} tensors: {_what_was_checked(source)}")
 
 
 @checkpoint.command()
@@ -132,6 +130,16 @@ def info(folder: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")]
         print_table(("file", "size"), file_rows(folder))
         typer.echo()
         print_table(tensor_titles(source), tensor_rows(source))
+
+
+def _what_was_checked(source: Any) -> str:
+    from oslo_engine.checkpoint.split import SplitSource
+
+    if not isinstance(source, SplitSource):
+        return "names, shapes and ties. Not its values and its config: it has no checksums"
+    if not source.layout.configs:
+        return "names, shapes, ties and checksums. Not its config, which has none"
+    return "names, shapes, ties and checksums, of its config too"
 
 
 def _reshard(

@@ -13,6 +13,7 @@ import torch
 
 import deepspeed_op
 import oslo_engine as oslo
+from oslo_engine.checkpoint.split import SplitSource
 from oslo_engine.errors import PlanError, UnsupportedError
 from training_runs import Recipe, batches, differences, import_deepspeed, optimizer_for, train_rank, train_unsplit, unsplit
 
@@ -64,11 +65,12 @@ def engine(model: Any, stage: int, **more: Any) -> Any:
         "steps_per_print": 10**9,
         **more.pop("config", {}),
     }
+    optimizer = torch.optim.AdamW(more.pop("groups"), lr=1e-2, eps=1e-3) if "groups" in more else None
     settings = {"mpu": model.mpu, **more}
     built, *_ = deepspeed.initialize(
         model=model.gpu_modules(),
         model_parameters=model.gpu_parameters(),
-        optimizer=optimizer_for(model.gpu_parameters()),
+        optimizer=optimizer or optimizer_for(model.gpu_parameters()),
         config=config,
         **settings,
     )
@@ -189,21 +191,149 @@ def test_bf16_of_deepspeed_is_within_rounding_of_single_precision(rank_pool: Any
         assert losses != pytest.approx(wanted, rel=1e-6)
 
 
-def refused_states(folder: Path) -> list[str]:
+# -- training checkpoints
+
+
+class Stopped:
+    """A training that can be saved; stage 0 is plain AdamW without DeepSpeed."""
+
+    def __init__(self, tp: int, pp: int, stage: int, config: dict[str, Any]) -> None:
+        model, _ = unsplit(Recipe())
+        self.model: Any = oslo.parallelize(model, tp=tp, pp=pp)
+        self.engine: Any = None
+        if stage:
+            self.engine = engine(model, stage, config={"gradient_clipping": 0.0, **config}, groups=groups(model))
+        self.optimizer = torch.optim.AdamW(groups(model), lr=1e-2, eps=1e-3) if self.engine is None else self.engine.optimizer
+
+    def steps(self, numbers: range) -> list[float]:
+        mpu, losses = self.model.mpu, []
+        copy, copies, group = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), mpu.get_data_parallel_group()
+        for number in numbers:
+            output = (self.engine or self.model)(**{k: v.chunk(copies)[copy] for k, v in batches(Recipe(), number)[0].items()})
+            total = torch.zeros(())
+            for loss in (
+                [output.loss] if self.model.mpu.get_pipeline_parallel_world_size() == 1 else (micro.loss for micro in output)
+            ):
+                (torch.Tensor.backward if self.engine is None else self.engine.backward)(loss)
+                total += loss.detach().float()
+            if self.engine is None:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            else:
+                self.engine.step()
+            losses.append(_mean_over(total, group))
+        return losses
+
+
+def groups(model: Any) -> list[dict[str, Any]]:
+    """In another order than the model's, and so that partitions end inside of parameters."""
+    return [
+        {"params": [parameter for parameter in model.parameters() if parameter.ndim < 2], "weight_decay": 0.0},
+        {"params": [parameter for parameter in model.parameters() if parameter.ndim > 1], "weight_decay": 0.1},
+    ]
+
+
+def never_stopped(steps: int) -> list[float]:
     model, _ = unsplit(Recipe())
-    oslo.parallelize(model, tp=2)
-    built, messages = engine(model, 1), []
+    optimizer, losses = torch.optim.AdamW(groups(model), lr=1e-2, eps=1e-3), []
+    for number in range(steps):
+        loss = model(**batches(Recipe(), number)[0]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def stop(folder: Path, tp: int, pp: int, stage: int, config: dict[str, Any], asynchronous: bool) -> list[float]:
+    run = Stopped(tp, pp, stage, config)
+    run.steps(range(3))
+    saving = oslo.save_training(folder, run.model, run.optimizer, asynchronous=asynchronous)
+    losses = run.steps(range(3, 6))
+    saving.wait()
+    return losses
+
+
+def go_on(folder: Path, tp: int, pp: int, stage: int, config: dict[str, Any], before: int) -> tuple[list[float], float]:
+    """Losses after loading, and the scale of losses."""
+    run = Stopped(tp, pp, stage, config)
+    run.steps(range(10, 10 + before))  # what was there is overwritten
+    oslo.load_training(folder, run.model, run.optimizer)
+    scale = float(run.optimizer.loss_scale) if stage else 1.0
+    return run.steps(range(3, 6)), scale
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_zero_1_goes_on_at_other_layouts_and_without_deepspeed(rank_pool: Any, tmp_path: Path, asynchronous: bool) -> None:
+    wanted = never_stopped(6)[3:]
+    assert rank_pool(4).run(stop, tmp_path, 2, 1, 1, {}, asynchronous, timeout_s=200)[0] == pytest.approx(wanted, rel=1e-5)
+    here = [(2, 1, 1, 1), (1, 1, 1, 0), (4, 1, 1, 1), (2, 2, 1, 0), (1, 2, 1, 1), (2, 1, 2, 0)]
+    for tp, pp, stage, before in here if not asynchronous else here[:1]:
+        for losses, _ in rank_pool(4).run(go_on, tmp_path, tp, pp, stage, {}, before, timeout_s=200):
+            assert losses == pytest.approx(wanted, rel=1e-5), (tp, pp, stage)
+    for losses, _ in rank_pool(1).run(go_on, tmp_path, 1, 1, 0, {}, 1, timeout_s=200):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_training_without_deepspeed_goes_on_with_zero_1(rank_pool: Any, tmp_path: Path) -> None:
+    wanted = never_stopped(6)[3:]
+    rank_pool(2).run(stop, tmp_path, 2, 1, 0, {}, False, timeout_s=200)
+    for before in (0, 1):
+        for losses, _ in rank_pool(4).run(go_on, tmp_path, 1, 2, 1, {}, before, timeout_s=200):
+            assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("config", [{"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1, **OFFLOADED}}], ids=str)
+def test_master_weights_are_saved(rank_pool: Any, tmp_path: Path, config: dict[str, Any]) -> None:
+    wanted = rank_pool(4).run(stop, tmp_path, 2, 1, 1, config, False, timeout_s=200)
+    for rank, (losses, _) in enumerate(rank_pool(4).run(go_on, tmp_path, 2, 1, 1, config, 1, timeout_s=200)):
+        assert losses == wanted[rank]
+    optimizer, weights = SplitSource(tmp_path, "optimizer.json"), SplitSource(tmp_path)
+    masters = {name: optimizer.read(f"fp32:{name}") for name in weights.names() if f"fp32:{name}" in optimizer.names()}
+    assert len(masters) > 20
+    for name, master in masters.items():
+        assert master.dtype == torch.float32
+        assert torch.equal(master.to(weights.dtype(name)), weights.read(name)), name
+    if "bf16" in config:
+        assert any(not torch.equal(master, master.bfloat16().float()) for master in masters.values())
+
+
+def refused_states(folder: Path, tp: int, stage: int) -> list[str]:
+    run, messages = Stopped(tp, 1, stage, {}), []
     for call in (oslo.save_training, oslo.load_training):
         with pytest.raises(UnsupportedError) as refused:
-            call(folder, model, built.optimizer)
+            call(folder, run.model, run.optimizer)
         messages.append(str(refused.value))
     return messages
 
 
-def test_its_optimizer_in_a_training_checkpoint_is_refused_with_what_to_call(rank_pool: Any, tmp_path: Path) -> None:
-    for saving, loading in rank_pool(4).run(refused_states, tmp_path, timeout_s=200):
+def test_the_optimizer_of_zero_3_is_refused_with_what_to_call(rank_pool: Any, tmp_path: Path) -> None:
+    for saving, loading in rank_pool(4).run(refused_states, tmp_path, 2, 3, timeout_s=200):
         assert "engine.save_checkpoint" in saving
         assert "engine.load_checkpoint" in loading
+
+
+def scale_kept(folder: Path) -> tuple[float, float]:
+    """A scale of losses that was lowered, saved and loaded."""
+    import_deepspeed()
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
+    config = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1}}
+    run = Stopped(2, 1, 1, config)
+    run.steps(range(3))
+    oslo.save_training(folder, run.model, run.optimizer)
+    _, loaded = go_on(folder, 1, 1, 1, config, 0)
+    return float(run.optimizer.loss_scale), loaded
+
+
+def test_the_scale_of_losses_in_fp16_is_saved(rank_pool: Any, tmp_path: Path) -> None:
+    for saved, loaded in rank_pool(2).run(scale_kept, tmp_path, timeout_s=200):
+        assert saved == loaded
+        assert saved != 16.0
+
+
+# -- its own checkpoints
 
 
 def saved_and_loaded(folder: Path) -> tuple[list[float], list[float]]:

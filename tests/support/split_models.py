@@ -27,6 +27,7 @@ from oslo_engine.checkpoint.merged_names import with_merged_names
 from oslo_engine.checkpoint.place import find
 from oslo_engine.checkpoint.policy_hash import hash_of_policy
 from oslo_engine.checkpoint.safetensors_io import record_of, write_order, write_safetensors
+from oslo_engine.checkpoint.save import write_config
 from oslo_engine.checkpoint.skeleton import meta_model
 from oslo_engine.comm.collectives import Axis
 from oslo_engine.comm.mesh import Mesh
@@ -151,8 +152,8 @@ def write_split(
             else:
                 files[path.name] = write_safetensors(path, {t.name: t.local_spec(tp_rank) for t in stored}, values.__getitem__)
     layout = with_merged_names(replace(layout, files=files), whole)
-    layout.write(folder / MANIFEST)
     if with_config:
-        whole.config.architectures = [type(whole).__name__]
-        whole.config.save_pretrained(folder)
+        write_config(whole, folder)
+    layout = layout.with_configs(folder)
+    layout.write(folder / MANIFEST)
     return layout

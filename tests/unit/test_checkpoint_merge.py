@@ -153,6 +153,7 @@ def test_everything_else_in_the_folder_is_copied_and_a_former_checkpoint_replace
     merge(tmp_path / "split", tmp_path / "merged", overwrite=True)
     assert sorted(path.name for path in (tmp_path / "merged").iterdir()) == [
         "config.json",
+        "generation_config.json",
         "model.safetensors",
         "tokenizer.json",
     ]

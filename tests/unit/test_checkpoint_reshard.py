@@ -26,6 +26,7 @@ from oslo_engine.checkpoint.folder import Verification
 from oslo_engine.checkpoint.merge import merge
 from oslo_engine.checkpoint.policy_hash import hash_of_policy, warn_of_another_policy
 from oslo_engine.checkpoint.reshard import reshard
+from oslo_engine.checkpoint.save import write_config
 from oslo_engine.checkpoint.source import open_source
 from oslo_engine.errors import CheckpointError, PlanError, PolicyError, UnsupportedError
 from oslo_engine.policy.registry import find_policy
@@ -136,7 +137,7 @@ def test_every_form_of_a_merged_checkpoint_can_be_split(tmp_path: Path) -> None:
     write_split(model, plan_of(*MODELS["gpt2"](), 2, 2), tmp_path / "right")
     model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     assert (tmp_path / "sharded" / "model.safetensors.index.json").exists()
-    model.config.save_pretrained(tmp_path / "bin")
+    write_config(model, tmp_path / "bin")
     torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
     for form in ("sharded", "bin"):
         reshard(tmp_path / form, tmp_path / f"{form} split", tp=2, pp=2)

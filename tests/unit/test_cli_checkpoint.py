@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from transformers import BertConfig
 from typer.testing import CliRunner, Result
 
@@ -129,8 +131,38 @@ def test_a_full_disk_is_an_error_that_leaves_the_old_checkpoint(
 
 
 def test_verify_passes_on_whole_checkpoints(tmp_path: Path, merged: Path, split: Path) -> None:
-    assert "names, shapes and checksums" in words(run("verify", split))
-    assert "it has no checksums" in words(run("verify", merged))
+    assert "names, shapes, ties and checksums, of its config too" in words(run("verify", split))
+    assert "Not its values and its config: it has no checksums" in words(run("verify", merged))
+
+
+def test_verify_of_a_checkpoint_from_before_configs_had_checksums(split: Path) -> None:
+    layout = json.loads((split / "layout.json").read_text())
+    del layout["configs"]
+    (split / "layout.json").write_text(json.dumps(layout))
+    assert "Not its config, which has none" in words(run("verify", split))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_verify_finds_a_config_that_was_altered_or_is_missing(tmp_path: Path, split: Path, name: str) -> None:
+    config = json.loads((split / name).read_text())
+    (split / name).write_text(json.dumps(config | {"eos_token_id": 7}))
+    wrong(split, "a config was altered", str(split / name))
+    assert run("reshard", split, tmp_path / "meant", "--tp", 1).exit_code == 0
+    assert "ok" in words(run("verify", tmp_path / "meant"))
+    if name != "config.json":
+        (split / name).unlink()
+        wrong(split, "no such file", str(split / name))
+
+
+def test_verify_finds_values_that_are_tied_no_more(merged: Path) -> None:
+    tensors = load_file(merged / "model.safetensors")
+    name, tied = "transformer.wte.weight", "lm_head.weight"
+    save_file({**tensors, tied: tensors[name].clone()}, merged / "model.safetensors", {"format": "pt"})
+    assert run("verify", merged).exit_code == 0
+    altered = tensors[name].clone()
+    altered[-1, -1] += 1
+    save_file({**tensors, tied: altered}, merged / "model.safetensors", {"format": "pt"})
+    wrong(merged, "tied parameters have different values", tied)
 
 
 def wrong(folder: Path, *complaints: str) -> None:
@@ -158,6 +190,9 @@ def test_verify_compares_with_the_model_of_the_config(merged: Path, split: Path)
     for folder in (merged, split):
         BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(folder)
     wrong(merged, "lacks tensors of BertForMaskedLM", str(merged))
+    wrong(split, "config was altered", "config.json")
+    layout = json.loads((split / "layout.json").read_text())
+    (split / "layout.json").write_text(json.dumps(layout | {"configs": {}}))
     wrong(split, "config is that of another model", "config.json")
 
 
