@@ -58,7 +58,8 @@ def _ways_in(old: Found, new: Found, truths: Mapping[Kind, Truth]) -> list[dict[
     if found[0] == found[1]:
         return found[:1]
     for one in (old, new):
-        if one.region.leave == "rows" and (way_in := at_columns(one, truths[one.kinds[0]])) not in (None, *found):
+        way_in = at_columns(one, truths[one.kinds[0]]) if one.region.leave == "rows" else None
+        if way_in is not None and way_in not in found:
             found.append(way_in)
     return found
 

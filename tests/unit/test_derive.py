@@ -68,6 +68,22 @@ def test_where_activations_enter() -> None:
     assert derived("t5").policy.regions["EncDecAttention"].inputs == ("hidden_states", "key_value_states")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "label", "enter", "inputs", "summed"),
+    [
+        ("gpt_neox_japanese", "attention", "columns", (), ()),
+        ("t5gemma2", "self_attn", "columns", (), ("q_norm.weight", "k_norm.weight")),
+        ("encoder-decoder", "self_2", "scope", ("hidden_states", "encoder_hidden_states"), ()),
+    ],
+    ids=["a bias that the last block adds behind the row", "an argument of the decoder's blocks", "one name for two arguments"],
+)
+def test_activations_enter_where_gradients_are_whole_in_all_kinds_of_blocks(
+    model_type: str, label: str, enter: str, inputs: tuple[str, ...], summed: tuple[str, ...]
+) -> None:
+    region = derived(model_type).policy.regions[label]
+    assert (region.enter, region.inputs, region.sum) == (enter, inputs, summed)
+
+
 def test_a_table_that_only_some_blocks_have_may_be_missing() -> None:
     cut = derived("t5").policy.regions["SelfAttention"].cut
     assert list(cut) == ["maybe relative_attention_bias.weight"]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from oslo_engine.derive.calls import observed
 from oslo_engine.derive.dependencies import Dependences
+from oslo_engine.derive.probe import Source
 from oslo_engine.derive.specimen import Kind, Specimen
 from oslo_engine.derive.units import Layout, Part, find_layout
 from oslo_engine.tiny.fill import fill
@@ -202,3 +203,50 @@ class Mixing(Concatenated):
 def test_mixed_heads_are_no_units() -> None:
     found = layouts(Mixing()).get("out", "")
     assert isinstance(found, str) or all(one.name != "qkv.weight" for one in found.cuts)
+
+
+class OneRunOnly(Concatenated):
+    """A feature that uses one entry more for short texts only or for long ones only."""
+
+    def __init__(self, *, long: bool) -> None:
+        super().__init__()
+        self.long = long
+
+    def attend(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        found = super().attend(x, bias)
+        more = torch.zeros_like(found)
+        if (x.shape[1] > 5) == self.long:
+            more[..., 9] = x[..., 0]
+        return found + more
+
+
+def from_gradients(made: Specimen, row: str, parameter: str) -> Tensor:
+    """[features, rows of the parameter]: one gradient of the whole block for each feature and run."""
+    found = None
+    for number in range(2):
+        block = made.use(number)["block"] and made.block("block")
+        entered: list[Tensor] = []
+        hook = block.get_submodule(row).register_forward_pre_hook(lambda _, args, into=entered: into.append(args[0]))
+        block(*made.runs[number]["block"].fresh()[0])
+        hook.remove()
+        weight, x = block.get_parameter(parameter), entered[0]
+        grads = [torch.autograd.grad(x[..., at].sum(), weight, retain_graph=True)[0] for at in range(x.shape[-1])]
+        used = torch.stack(grads).abs().amax(2) > 0
+        found = used if found is None else found | used
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("row", ["out", "down"])
+@pytest.mark.parametrize("block", [Concatenated(), ThreeGroups(), OneRunOnly(long=False), OneRunOnly(long=True)])
+def test_entries_are_those_that_the_gradient_of_each_feature_reaches_in_any_run(block: Block, row: str) -> None:
+    made = specimen(block)
+    found = next(one for one in Dependences(made, "block").find() if one.row == row)
+    for parameter in ("qkv.weight", "out.weight", "up.weight")[: 1 if row == "out" else 3]:
+        (table,) = found.uses[Source("parameter", parameter, 0)]
+        assert torch.equal(table, from_gradients(made, row, parameter)), parameter
+
+
+def test_nothing_comes_through_an_end_nor_from_its_weight() -> None:
+    found = next(one for one in Dependences(specimen(Concatenated()), "block").find(ends={"out"}) if one.row == "down")
+    assert {source.name for source in found.uses if source.kind == "parameter"} == {"up.weight", "up.bias"}
