@@ -79,15 +79,15 @@ class Traits:
     """What the parent must know of the model.
 
     mixes_lengths: whether prompts of different lengths, padded on the left, give what each gives alone.
-    class_name, dtype, can_generate: of the model.
+    dtype, can_generate: of the model. modalities: what it reads and what it writes.
     """
 
     config: Any
     generation_config: Any
     mixes_lengths: bool
-    class_name: str = ""
     dtype: Any = None
     can_generate: bool = True
+    modalities: tuple[Any, Any] = ("text", "text")
 
 
 @dataclass(frozen=True)

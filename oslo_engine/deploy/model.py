@@ -188,6 +188,15 @@ class DeployedModel:
     def can_generate(self) -> bool:
         return self._traits.can_generate
 
+    @property
+    def input_modalities(self) -> Any:
+        """Of the model, for Transformers' ``pipeline``."""
+        return self._traits.modalities[0]
+
+    @property
+    def output_modalities(self) -> Any:
+        return self._traits.modalities[1]
+
     def eval(self) -> DeployedModel:
         """A deployed model is in evaluation mode. Returns the model."""
         return self
@@ -199,8 +208,7 @@ class DeployedModel:
             "a deployed model has no such attribute in this process",
             where=f"{type(self).__name__}.{name}",
             got="its modules and weights lie with the workers, in evaluation mode",
-            hint=f"model.call({name!r}, ...) asks the workers' model for what can be sent; "
-            "to train, move or save a model, load it without deployment",
+            hint="model.call(name, ...) calls a method there; to train, move or copy a model, load it without deployment",
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from oslo_engine.errors import DeploymentError
@@ -51,5 +52,5 @@ def check_seed(seed: Any) -> None:
     """Raises:
     DeploymentError: it is no seed for torch.
     """
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed not in _SEEDS):
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral) or int(seed) not in _SEEDS):
         raise DeploymentError("this is no seed", expected="an integer from -2**63 to 2**64 - 1, or None", got=repr(seed))

@@ -202,9 +202,9 @@ def _traits(model: Any) -> Traits:
         config=config,
         generation_config=generation,
         mixes_lengths=takes_positions and not config.is_encoder_decoder and not getattr(model, "_is_stateful", False),
-        class_name=type(model).__name__,
         dtype=model.dtype,
         can_generate=model.can_generate(),
+        modalities=(getattr(model, "input_modalities", "text"), getattr(model, "output_modalities", "text")),
     )
 
 

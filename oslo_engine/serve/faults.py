@@ -36,7 +36,9 @@ def wrong_form(faults: Sequence[Any], body: Any, content_type: str) -> BadReques
     Args:
         faults: what pydantic found. body: as far as it was read. content_type: of the request.
     """
-    fault = faults[0]
+    fault = max(
+        faults, key=lambda one: len(_path(one, body))
+    )  # of several forms that a value may have, the one it comes close to
     kind, where = fault["type"], fault["loc"][1:]
     if kind == "json_invalid":
         return BadRequest(f"the body is no JSON: {fault['ctx']['error']} at character {where[0] if where else 0}")
@@ -44,9 +46,10 @@ def wrong_form(faults: Sequence[Any], body: Any, content_type: str) -> BadReques
         if body in (None, b"", ""):
             return BadRequest("the request has no body; it must be a JSON object")
         if "json" not in content_type:
-            return BadRequest(f"the body must be sent as Content-Type: application/json, not {content_type or 'without one'}")
+            came = f"as {content_type}" if content_type else "without a type"
+            return BadRequest(f"the body must be sent as Content-Type: application/json; it came {came}")
         return BadRequest("the body must be a JSON object")
-    param = _path(where, body, is_missing=kind in ("missing", "extra_forbidden"))
+    param = ".".join(_path(fault, body))
     message = {
         "missing": "is missing",
         "extra_forbidden": "this server knows no such field",
@@ -55,15 +58,15 @@ def wrong_form(faults: Sequence[Any], body: Any, content_type: str) -> BadReques
     return BadRequest(_printable(f"{param}: {message}" if param else message), param=_printable(param))
 
 
-def _path(where: Sequence[Any], body: Any, *, is_missing: bool) -> str:
+def _path(fault: Any, body: Any) -> list[str]:
     """Keys and numbers that lead through the body; pydantic puts names of its own types between them."""
-    steps = []
+    where, steps = fault["loc"][1:], []
     for step in where:
-        is_key = isinstance(body, dict) and (step in body or (is_missing and step == where[-1]))
+        is_key = isinstance(body, dict) and (step in body or (fault["type"] == "missing" and step == where[-1]))
         if is_key or (isinstance(body, list) and isinstance(step, int) and step < len(body)):
             steps.append(str(step))
             body = body[step] if not isinstance(body, dict) else body.get(step)
-    return ".".join(steps)
+    return steps
 
 
 def _printable(text: str) -> str:
