@@ -48,7 +48,7 @@ def server(folder: Path, unsplit: Any) -> Iterator[Served]:
         "--max-new-tokens",
         "100",
         "--max-queue",
-        "6",
+        "24",
     )
     with served(folder, *options) as running:
         yield running
