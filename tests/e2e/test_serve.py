@@ -48,7 +48,7 @@ def server(folder: Path, unsplit: Any) -> Iterator[Served]:
         "--max-new-tokens",
         "100",
         "--max-queue",
-        "6",
+        "24",
     )
     with served(folder, *options) as running:
         yield running
@@ -150,7 +150,7 @@ ASK: dict[str, Any] = {"model": "small", "prompt": PROMPT}
         ({"stop": ["a", "b", "c", "d", "e"]}, 400, "stop: at most 4 stop texts, not 5"),
         ({"user": 5}, 400, "user: Input should be a valid string"),
         ({"stream_options": {"x": 1}}, 400, "stream_options.x: this server knows no such field"),
-        ({"n": 7}, 400, "7 choices never fit into the server's queue of 6"),
+        ({"n": 25}, 400, "25 choices never fit into the server's queue of 24"),
         ({"prompt": "\ud800"}, 400, "prompt"),
         ({"temperature": 3}, 400, "temperature"),
         ({"temperature": float("nan")}, 400, "temperature"),
