@@ -21,6 +21,7 @@ OURS = {
     "GradScaler",
     "FusionTargetError",
     "GradientError",
+    "NotHereError",
     "DataError",
     "DatasetBlender",
     "DatasetForCausalLM",

@@ -454,7 +454,7 @@ def test_work_that_fails_does_not_wait_until_all_is_compared(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_whole_tensor_is_in_memory(tmp_path: Path) -> None:
-    """In a process of its own, after a small run: the peak grows by 64 MB at most, and the largest tensor has 100 MB."""
+    """In a process of its own, after a small run: the peak grows by less than the largest tensor, which has 100 MB."""
     config = LlamaConfig(vocab_size=24576, hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=8)
     small = whole_model("llama")
     small.save_pretrained(tmp_path / "small")
@@ -483,7 +483,7 @@ for _ in steps("large"): print(peak() - before)
     grown = [int(line) for line in ran.stdout.split()]
     assert len(grown) == 3
     assert grown[0] > 0
-    assert max(grown) <= 64e6, f"{[f'{each / 1e6:.0f} MB' for each in grown]}, largest {largest / 1e6:.0f} MB"
+    assert max(grown) < 0.9 * largest, f"{[f'{each / 1e6:.0f} MB' for each in grown]}, largest {largest / 1e6:.0f} MB"
 
 
 def _meta(config: Any) -> PreTrainedModel:
