@@ -50,8 +50,14 @@ class LiveBytes(TorchDispatchMode):
         self.alive = 0
         self.segments: list[Segment] = []
         self._sizes: dict[int, int] = {}
+        self._watched: dict[int, weakref.ref[Any]] = {}
         self._start = 0
         self._most = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch puts a guard against compilation around every dispatch, which costs more than what is counted here."""
+        return False
 
     @property
     def most(self) -> int:
@@ -100,7 +106,8 @@ class LiveBytes(TorchDispatchMode):
         self._sizes[key] = storage.nbytes()
         self.alive += storage.nbytes()
         self._most = max(self._most, self.alive)
-        weakref.finalize(storage, self._drop, key)
+        self._watched[key] = weakref.ref(storage, lambda _: self._drop(key))
 
     def _drop(self, key: int) -> None:
+        del self._watched[key]
         self.alive -= self._sizes.pop(key, 0)

@@ -76,7 +76,12 @@ class PlanReport:
         }
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1)
+        """One line for each layout: indented, hundreds of them for thousands of GPUs would take a second to write."""
+        content = self.to_dict()
+        lists = {key: content.pop(key) for key in ("fitting", "others")}
+        lines = {key: "[\n  " + ",\n  ".join(map(json.dumps, layouts)) + "]" for key, layouts in lists.items()}
+        entries = [(key, json.dumps(value)) for key, value in content.items()]
+        return "{" + ",\n ".join(f"{json.dumps(key)}: {text}" for key, text in (*entries, *lines.items())) + "}"
 
     def __rich__(self) -> RenderableType:
         from oslo_engine.planning.tables import report_tables
