@@ -248,6 +248,7 @@ def draw(path: Path, conversions: list[dict[str, Any]], loading: list[dict[str, 
     memory.legend(loc="upper center", ncols=2, fontsize="small")
     for axes in (speed, memory):
         axes.set_xticks(positions, names)
+        axes.set_ylim(top=1.25 * axes.get_ylim()[1])  # room for the legend
     kinds = [row["what"].rpartition(", ")[2] for row in loading]
     read.bar(kinds, [row["read of slice"] for row in loading], 0.5)
     read.axhline(1, color="gray", linestyle=":")
