@@ -36,9 +36,8 @@ def wrong_form(faults: Sequence[Any], body: Any, content_type: str) -> BadReques
     Args:
         faults: what pydantic found. body: as far as it was read. content_type: of the request.
     """
-    fault = max(
-        faults, key=lambda one: len(_path(one, body))
-    )  # of several forms that a value may have, the one it comes close to
+    # Of several forms that a value may have, the one it comes close to.
+    fault = max(faults, key=lambda one: len(_path(one, body)))
     kind, where = fault["type"], fault["loc"][1:]
     if kind == "json_invalid":
         return BadRequest(f"the body is no JSON: {fault['ctx']['error']} at character {where[0] if where else 0}")
