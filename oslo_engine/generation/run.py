@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+from transformers import GenerationMixin
+
 from oslo_engine.errors import UnsupportedError
 from oslo_engine.generation.agreement import Agreement
 from oslo_engine.generation.groups import fill_token, generate_in_groups, has_own_generate, number_of_groups
@@ -88,7 +90,10 @@ def deciding_rank(state: ParallelState) -> int:
 
 
 def _by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = list(inspect.signature(original).parameters)
+    parameters = list(inspect.signature(original).parameters.values())
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):  # the class hands on what it is given
+        parameters = list(inspect.signature(GenerationMixin.generate).parameters.values())[1:]
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     if len(args) > len(names):
         raise TypeError(f"generate takes {len(names)} arguments without a name, got {len(args)}")
     return {**dict(zip(names, args, strict=False)), **kwargs}

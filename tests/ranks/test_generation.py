@@ -12,7 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GPT2LMHeadModel,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import oslo_engine as oslo
@@ -263,6 +270,25 @@ def test_scores_logits_and_hidden_states_are_those_of_the_unsplit_model(rank_poo
     for errors in rank_pool(2).run(shown, tp, pp):
         assert len(errors) == 9
         assert max(errors.values()) < 1e-4, errors
+
+
+class HandsOn(GPT2LMHeadModel):
+    """As some classes of Transformers have it, which do something of their own first."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return super().generate(*args, **kwargs)
+
+
+def given_without_names() -> bool:
+    reference, model = whole("gpt2"), whole("gpt2")
+    model.__class__ = HandsOn
+    model = oslo.parallelize(model, tp=2).eval()
+    settings = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
+    return torch.equal(model.generate(prompts(2), **settings), reference.generate(prompts(2), **settings))
+
+
+def test_a_class_that_hands_on_its_arguments_takes_them_without_names(rank_pool) -> None:
+    assert all(rank_pool(2).run(given_without_names))
 
 
 GROUPED: dict[str, Way] = {
