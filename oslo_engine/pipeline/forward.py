@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -44,11 +45,12 @@ def _run(model: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], 
             got="output_attentions=True",
             hint="leave it off, or use tp=1",
         )
+    batch = _by_name(original, args, kwargs)
     if state.program is not None and torch.is_grad_enabled():
-        return state.program.forward(_by_name(original, model, args, kwargs))
-    comparison = _compared(state, _by_name(original, model, args, kwargs))
+        return state.program.forward(batch)
+    comparison = _compared(state, batch)
     if state.program is not None:
-        output = state.program.forward(_by_name(original, model, args, kwargs))
+        output = state.program.forward(batch)
     elif model.training:
         state.streams.next_step()
         with state.streams.batch():
@@ -68,7 +70,7 @@ def _compared(state: ParallelState, batch: dict[str, Any]) -> BatchComparison | 
 
 def _wants_attentions(model: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     # Asked at every forward: arguments are only matched with names where several came without.
-    asked = (_by_name(original, model, args, kwargs) if len(args) > 1 else kwargs).get("output_attentions")
+    asked = (_by_name(original, args, kwargs) if len(args) > 1 else kwargs).get("output_attentions")
     return bool(getattr(model.config, "output_attentions", False) if asked is None else asked)
 
 
@@ -93,8 +95,10 @@ def train_step(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return loss
 
 
-def _by_name(original: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    if not args:
-        return kwargs
-    names = list(inspect.signature(original).parameters)[1:]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+def _by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(_names(original), args, strict=False)), **kwargs} if args else kwargs
+
+
+@functools.cache
+def _names(original: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(original).parameters)[1:]

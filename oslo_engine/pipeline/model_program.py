@@ -259,11 +259,10 @@ class ModelProgram:
 def _refuse_reentrant_checkpointing(model: nn.Module) -> None:
     """A stage asks for the gradients of what it received, which the older kind of checkpointing cannot give."""
     for name, module in model.named_modules():
-        function = (
-            getattr(module, "_gradient_checkpointing_func", None) if getattr(module, "gradient_checkpointing", 0) else None
-        )
+        own = vars(module)  # asked at every batch, and a module looks long for what it does not have
+        function = own.get("_gradient_checkpointing_func") if own.get("gradient_checkpointing") else None
         of_block = getattr(function, "keywords", {}).get("use_reentrant", False)
-        if of_block or getattr(module, "checkpoint_impl", None) is CheckpointImpl.REENTRANT:
+        if of_block or own.get("checkpoint_impl") is CheckpointImpl.REENTRANT:
             raise UnsupportedError(
                 "a pipeline cannot train with reentrant activation checkpointing",
                 where=name,
