@@ -71,7 +71,8 @@ class LiveBytes(TorchDispatchMode):
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Never count these: weights, gradients, the batch."""
         for tensor in tensors:
-            self._sizes[tensor.untyped_storage()._cdata] = 0
+            storage = tensor.untyped_storage()
+            self._remember(storage, storage._cdata, 0)
 
     def begin(self, label: tuple[str, str]) -> None:
         """End the segment before, and start one."""
@@ -103,9 +104,13 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         if key in self._sizes:
             return
-        self._sizes[key] = storage.nbytes()
+        self._remember(storage, key, storage.nbytes())
         self.alive += storage.nbytes()
         self._most = max(self._most, self.alive)
+
+    def _remember(self, storage: Any, key: int, size: int) -> None:
+        """Until it is gone: another one may then get the same address."""
+        self._sizes[key] = size
         self._watched[key] = weakref.ref(storage, lambda _: self._drop(key))
 
     def _drop(self, key: int) -> None:

@@ -57,53 +57,73 @@ class StepProfile:
     sent: Sent
 
 
-def profile_step(model: PreTrainedModel, plan: Plan, workload: Workload) -> StepProfile:
-    """Run one training step of one micro-batch, or in inference one forward over whole sequences that fills the cache.
+class StepProfiler:
+    """Runs steps of a model on fake tensors.
 
     Args:
         model: on meta; used up.
         plan: of this model, without a pipeline.
-
-    Raises:
-        UnsupportedError: the model does not run on text alone, or asks for values.
     """
-    live = LiveBytes(_OUTCOMES.run)
-    with FakeTensorMode(), torch.random.fork_rng(devices=[]):
-        _make_fake(model)
-        mesh = lone_mesh(plan.topology.tp, FAKE, live.note_collective)
-        streams = RandomStreams(0, dp_rank=0, tp_rank=0, device=FAKE)
-        apply_plan(model, plan, mesh, streams, parallel_class=type(model))
-        del model.__dict__["_oslo"]
+
+    def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
+        self._model, self._blocks = model, plan.blocks
+        self._mode, self._live = FakeTensorMode(), LiveBytes(_OUTCOMES.run)
+        with self._mode, torch.random.fork_rng(devices=[]):
+            _make_fake(model)
+            mesh = lone_mesh(plan.topology.tp, FAKE, self._live.note_collective)
+            streams = RandomStreams(0, dp_rank=0, tp_rank=0, device=FAKE)
+            apply_plan(model, plan, mesh, streams, parallel_class=type(model))
+            del model.__dict__["_oslo"]
+            self._live.leave_out(_state(model))
+
+    def profile(self, workload: Workload) -> StepProfile:
+        """Run one training step of one micro-batch, or in inference one forward over whole sequences that fills the cache.
+
+        Raises:
+            UnsupportedError: the model does not run on text alone, or asks for values.
+        """
+        model, live = self._model, self._live
         model.train(workload.trains)
-        if workload.trains and workload.checkpointing:
+        recomputes = workload.trains and workload.checkpointing
+        if recomputes:
             enable_checkpointing(model)
-        batch = text_batch(model, workload)
-        live.leave_out(_all_tensors(model, batch))
-        sent = _watch_blocks(model, plan.blocks, live)
-        try:
-            with live, torch.set_grad_enabled(workload.trains), _one_text_a_row():
-                live.begin(("forward", OUTSIDE))
-                output = model(**batch)
-                if workload.trains:
-                    loss = output.loss
-                    del output
-                    live.begin(("backward", OUTSIDE))
-                    loss.backward()
-                live.end()
-        except Exception as error:  # whatever a model's own code raises that wants sound, pictures or the values of tensors
-            raise UnsupportedError(
-                "the activations of this model cannot be measured on fake tensors",
-                where=type(model).__name__,
-                got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
-            ) from error
-    forward = tuple(segment for segment in live.segments if segment.label[0] == "forward")
-    return StepProfile(forward, tuple(live.segments[len(forward) :]), sent)
+        with self._mode, torch.random.fork_rng(devices=[]):
+            batch = text_batch(model, workload)
+            live.leave_out(value for value in batch.values() if isinstance(value, Tensor))
+            live.segments = []
+            with _watched_blocks(model, self._blocks, live) as sent:
+                try:
+                    with live, torch.set_grad_enabled(workload.trains), _one_text_a_row():
+                        live.begin(("forward", OUTSIDE))
+                        output = model(**batch)
+                        if workload.trains:
+                            loss = output.loss
+                            del output
+                            live.begin(("backward", OUTSIDE))
+                            loss.backward()
+                        live.end()
+                except Exception as error:  # whatever a model's own code raises that wants sound, pictures or values of tensors
+                    raise UnsupportedError(
+                        "the activations of this model cannot be measured on fake tensors",
+                        where=type(model).__name__,
+                        got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                    ) from error
+        if recomputes:
+            disable_checkpointing(model)
+        forward = tuple(segment for segment in live.segments if segment.label[0] == "forward")
+        return StepProfile(forward, tuple(live.segments[len(forward) :]), sent)
 
 
 def enable_checkpointing(model: PreTrainedModel) -> None:
     """Let blocks recompute their activations, by the name that this version of Transformers has for it."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
+
+
+def disable_checkpointing(model: PreTrainedModel) -> None:
+    """Let them keep their activations again."""
+    disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+    disable()
 
 
 @contextlib.contextmanager
@@ -149,17 +169,18 @@ def _make_fake(model: nn.Module) -> None:
                 table[name] = made[id(tensor)]  # type: ignore[assignment]
 
 
-def _all_tensors(model: nn.Module, batch: Mapping[str, Any]) -> list[Tensor]:
+def _state(model: nn.Module) -> list[Tensor]:
     """What is no activation. Every parameter gets a gradient, as it has one in every micro-batch but the first."""
     parameters = list(model.parameters())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [*parameters, *gradients, *model.buffers(), *(value for value in batch.values() if isinstance(value, Tensor))]
+    return [*parameters, *gradients, *model.buffers()]
 
 
-def _watch_blocks(model: nn.Module, blocks: Sequence[str], live: LiveBytes) -> Sent:
-    """Begin a segment where a block's forward or backward begins or ends."""
+@contextlib.contextmanager
+def _watched_blocks(model: nn.Module, blocks: Sequence[str], live: LiveBytes) -> Iterator[Sent]:
+    """Within, begin a segment where a block's forward or backward begins or ends."""
     sent: dict[str, dict[tuple[Any, ...], SentValue]] = {}
     from_blocks: set[int] = set()
 
@@ -191,11 +212,18 @@ def _watch_blocks(model: nn.Module, blocks: Sequence[str], live: LiveBytes) -> S
 
         return hook
 
+    handles = []
     for path in blocks:
         block = model.get_submodule(path)
-        block.register_forward_pre_hook(before(path), with_kwargs=True)
-        block.register_forward_hook(behind(path))
-    return sent
+        handles += [
+            block.register_forward_pre_hook(before(path), with_kwargs=True),
+            block.register_forward_hook(behind(path)),
+        ]
+    try:
+        yield sent
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _plain(place: Any) -> tuple[Any, ...]:

@@ -158,6 +158,11 @@ def takes(schedule: str, pp: int, num_micro_batches: int) -> bool:
     return num_micro_batches >= pp and (schedule not in _IN_ROUNDS or _fits_rounds(pp, num_micro_batches))
 
 
+def round_length(schedule: str, pp: int, num_micro_batches: int) -> int | None:
+    """How many micro-batches a round has; None of schedules that do not go in rounds."""
+    return num_micro_batches // max(1, num_micro_batches // pp) if schedule in _IN_ROUNDS else None
+
+
 def _check_name(schedule: str) -> None:
     if schedule not in SCHEDULES:
         raise PlanError("there is no such pipeline schedule", expected="one of " + ", ".join(SCHEDULES), got=repr(schedule))

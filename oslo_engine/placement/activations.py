@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedModel
 
 from oslo_engine.errors import OsloError
-from oslo_engine.footprint.profile import OUTSIDE, StepProfile, profile_step
+from oslo_engine.footprint.profile import OUTSIDE, StepProfile, StepProfiler
 from oslo_engine.footprint.workload import Workload
 from oslo_engine.placement.stacks import Stack
 from oslo_engine.rewrite.planning import plan_model
@@ -39,7 +39,7 @@ def measure_activations(model: PreTrainedModel, stacks: Sequence[Stack], workloa
         twin = skeleton(model, dtype=model.dtype)
         plan = plan_model(twin, None, Topology()).plan
         plan = dataclasses.replace(plan, stacks=tuple((stack.name, stack.blocks) for stack in stacks))
-        return _by_block(profile_step(twin, plan, workload))
+        return _by_block(StepProfiler(twin, plan).profile(workload))
     except OsloError:
         return Activations()
 

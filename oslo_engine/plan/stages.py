@@ -41,7 +41,7 @@ def assign_stages(
     best[0][0] = 0.0
     for stages in range(1, num_stages + 1):
         extra = last_cost if stages == num_stages else 0.0
-        for end in range(stages, count + 1):
+        for end in range(stages, count - (num_stages - stages) + 1):  # the stages behind need a call each
             for start in range(end - 1, stages - 2, -1):
                 last = sums[end] - sums[start] + extra
                 if last > best[stages][end]:

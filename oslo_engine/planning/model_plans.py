@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from oslo_engine.errors import OsloError, PolicyError, UnsupportedError
-from oslo_engine.footprint.profile import StepProfile, profile_step
+from oslo_engine.footprint.profile import StepProfile, StepProfiler
 from oslo_engine.footprint.resident import Held, held_by_ranks
 from oslo_engine.footprint.shorten import Shortened, shorten
 from oslo_engine.footprint.workload import Workload
@@ -62,6 +62,7 @@ class ModelPlans:
         self.policy = find_policy(policy, model_type) if known else None
         self._laid: dict[Any, Laid | OsloError] = {}
         self._prepared: dict[int, Prepared] = {}
+        self._profilers: dict[tuple[int, bool], StepProfiler] = {}
         self._profiles: dict[Any, StepProfile] = {}
         self._costs: dict[Any, BlockCosts] = {}
 
@@ -73,7 +74,7 @@ class ModelPlans:
 
     @cached_property
     def _flows(self) -> FlowBook:
-        return FlowBook(skeleton(self.model, dtype=self.dtype), self.lay(1, 1).plan.blocks)
+        return FlowBook(self.model, self.lay(1, 1).plan.blocks)
 
     @cached_property
     def _short(self) -> Shortened:
@@ -119,10 +120,16 @@ class ModelPlans:
     def _profile(self, tp: int, workload: Workload, sequence_parallel: bool) -> StepProfile:
         key = (tp, workload, sequence_parallel)
         if key not in self._profiles:
+            self._profiles[key] = self._profiler(tp, sequence_parallel).profile(workload)
+        return self._profiles[key]
+
+    def _profiler(self, tp: int, sequence_parallel: bool) -> StepProfiler:
+        key = (tp, sequence_parallel)
+        if key not in self._profilers:
             short = skeleton(self._short.model, dtype=self.dtype)
             plan = plan_model(short, self.policy, Topology(tp=tp), sequence_parallel=sequence_parallel)
-            self._profiles[key] = profile_step(short, plan.plan, workload)
-        return self._profiles[key]
+            self._profilers[key] = StepProfiler(short, plan.plan)
+        return self._profilers[key]
 
     def _prepared_for(self, tp: int) -> Prepared:
         if tp not in self._prepared:

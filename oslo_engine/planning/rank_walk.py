@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from oslo_engine.pipeline.orders import Action, ActionKind, Orders, takes
+from oslo_engine.pipeline.orders import Action, ActionKind, Orders, round_length
 from oslo_engine.pipeline.timeline import Event
 from oslo_engine.planning.stage_costs import StageCosts
 
-_ROUNDS = 4  # of pp micro-batches
+_ROUNDS = 2  # of pp micro-batches, or of those that the schedule goes in
 _AT_ONCE, _FOR_NOBODY = 0, 1
 
 
@@ -72,9 +72,8 @@ def simulated_count(schedule: str, pp: int, micro_batches: int) -> int:
     """How many micro-batches suffice to see what a batch of these does: after some rounds every further one is the same."""
     if micro_batches <= _ROUNDS * pp:
         return micro_batches
-    if takes(schedule, pp, micro_batches) and not takes(schedule, pp, _ROUNDS * pp + micro_batches % pp):
-        return _ROUNDS * (micro_batches // (micro_batches // pp))  # rounds that are longer than pp
-    return _ROUNDS * pp + micro_batches % pp
+    length = round_length(schedule, pp, micro_batches)
+    return _ROUNDS * length if length else _ROUNDS * pp + micro_batches % pp
 
 
 def idle_share(orders: Orders, forward: Sequence[float], backward: Sequence[float]) -> float:

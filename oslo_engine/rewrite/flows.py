@@ -6,7 +6,9 @@ twin on ``meta`` is recorded once for each combination, at a small size; the cut
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -91,7 +93,6 @@ class FlowBook:
 
     def shared_random_modules(self) -> list[str]:
         """Modules outside the blocks that draw random numbers which several stages must draw alike."""
-        self.twin.train()
         flow = self.training_flow()
         return list(dict.fromkeys(draw.module for draw in flow.random_in_several_stages))
 
@@ -130,12 +131,19 @@ class FlowBook:
 
     def _record_usual_calls(self) -> list[Recording]:
         self.twin.train()
-        recordings = [record(self.twin, self.blocks, example_inputs(self.twin, "train"))]
+        recordings = [self._record_training()]
         if self.twin.can_generate():
             self.twin.eval()
             mode: Mode = "prefill" if cache_argument(self.twin) is not None else "forward"
             recordings.append(record(self.twin, self.blocks, example_inputs(self.twin, mode)))
         return recordings
+
+    def _record_training(self) -> Recording:
+        """Which labels a head takes is found by running the model: this is that run, unless it wants others than most do."""
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return record(self.twin, self.blocks, example_inputs(self.twin, "train", guess_labels=True))
+        return record(self.twin, self.blocks, example_inputs(self.twin, "train"))
 
     def _usual_flow(self, number: int) -> DataFlow:
         recording = self._usual[number]

@@ -37,12 +37,31 @@ INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, 
 SCALAR_READS = (aten._local_scalar_dense.default, aten.equal.default)
 NO_KERNEL = (RuntimeError, NotImplementedError)
 
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+
 Observer = Callable[[list[Tensor], list[Tensor]], None]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in nested tuples, lists, dicts and model outputs."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    """Every operation's arguments and results come through here: what is in them nearly always is told apart at once."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif kind is tuple or kind is list:
+        for child in value:
+            _collect(child, found)
+    elif kind is dict:
+        for child in value.values():
+            _collect(child, found)
+    elif kind not in _PLAIN:
+        found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def materialize(value: Any) -> Any:

@@ -8,6 +8,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,8 @@ NUM_CHARACTERS = 256  # the vocabulary of models that read characters and have n
 # The names under which Transformers passes what a decoding step continues from.
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params", "state")
 RECORDABLE_ATTENTION = ("eager", "sdpa", None)
+
+_ACCEPTED: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()  # of a model, by root, the kind of labels it takes
 
 
 def skeleton(
@@ -82,7 +85,7 @@ def _make_attention_recordable(config: PreTrainedConfig) -> None:
         config._attn_implementation = "eager"
 
 
-def example_inputs(model: PreTrainedModel, mode: Mode, *, root: str = "") -> dict[str, Any]:
+def example_inputs(model: PreTrainedModel, mode: Mode, *, root: str = "", guess_labels: bool = False) -> dict[str, Any]:
     """Small real inputs for one mode: two rows of text, the first one padded on the left.
 
     Args:
@@ -91,6 +94,8 @@ def example_inputs(model: PreTrainedModel, mode: Mode, *, root: str = "") -> dic
             with, the model makes the cache (and gets its encoder's output, if it has one); "decode": one token per row and a
             filled cache.
         root: name of the submodule that is to be called, for instance the encoder.
+        guess_labels: take the labels that nearly every head wants, tokens. Otherwise a run of the model finds those that it
+            takes.
 
     Returns:
         Keyword arguments for the forward of the model or of the submodule.
@@ -102,10 +107,10 @@ def example_inputs(model: PreTrainedModel, mode: Mode, *, root: str = "") -> dic
     if mode not in get_args(Mode):
         raise PlanError("unknown mode to record", where="mode", expected=", ".join(get_args(Mode)), got=repr(mode))
     with CPU:  # whatever the caller's default device
-        return _example_inputs(model, mode, root)
+        return _example_inputs(model, mode, root, guess_labels)
 
 
-def _example_inputs(model: PreTrainedModel, mode: Mode, root: str) -> dict[str, Any]:
+def _example_inputs(model: PreTrainedModel, mode: Mode, root: str, guess_labels: bool) -> dict[str, Any]:
     names = _argument_names(model.get_submodule(root).forward)
     if "input_ids" in names:
         inputs = _text_inputs(model, names)
@@ -122,7 +127,8 @@ def _example_inputs(model: PreTrainedModel, mode: Mode, root: str) -> dict[str, 
     if "use_cache" in names:
         inputs["use_cache"] = mode in ("prefill", "decode")
     if mode == "train" and "labels" in names:
-        inputs |= _accepted_labels(model, inputs, root)
+        kinds = _kinds_of_labels(model, inputs)
+        inputs |= kinds[0] if guess_labels else kinds[_accepted_kind(model, inputs, kinds, root)]
     if mode in ("prefill", "decode"):
         inputs = _generation_inputs(model, inputs, names, root, decode=mode == "decode")
     return inputs
@@ -211,23 +217,32 @@ def _run(model: PreTrainedModel, inputs: Mapping[str, Any], root: str = "") -> A
         return model.get_submodule(root)(**inputs)
 
 
-def _accepted_labels(model: PreTrainedModel, inputs: Mapping[str, Any], root: str) -> dict[str, Any]:
-    """Labels that the forward takes: tokens, a class per token, a class per row, a value per row and class, or none.
-
-    What a head wants stands nowhere but in its code, so they are tried.
-    """
+def _kinds_of_labels(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Tokens, a class per token, a class per row, a value per row and class, none."""
     tokens = inputs["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"]
     classes = torch.zeros_like(tokens)
     values = torch.zeros(NUM_ROWS, model.config.num_labels or 1, dtype=model.dtype)
-    for labels in (tokens, classes, classes[:, 0], values):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                _run(model, {**inputs, "labels": labels}, root)
-            except Exception:  # whatever a model's own code raises on a shape it does not expect
-                continue
-        return {"labels": labels}
-    return {}
+    return [*({"labels": labels} for labels in (tokens, classes, classes[:, 0], values)), {}]
+
+
+def _accepted_kind(model: PreTrainedModel, inputs: Mapping[str, Any], kinds: Sequence[Mapping[str, Any]], root: str) -> int:
+    """Which labels the forward takes. That stands nowhere but in its code, so they are tried, once for each model."""
+    known = _ACCEPTED.setdefault(model, {})
+    if root not in known:
+        known[root] = next(
+            (at for at, labels in enumerate(kinds[:-1]) if _runs(model, {**inputs, **labels}, root)), len(kinds) - 1
+        )
+    return known[root]
+
+
+def _runs(model: PreTrainedModel, inputs: Mapping[str, Any], root: str) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            _run(model, inputs, root)
+        except Exception:  # whatever a model's own code raises on a shape it does not expect
+            return False
+    return True
 
 
 def _generation_inputs(

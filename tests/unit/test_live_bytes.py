@@ -35,3 +35,18 @@ def test_what_was_there_before_is_left_out() -> None:
         weight.t()
         live.end()
     assert (live.segments[0].kept, live.segments[0].peak) == (0, 0)
+
+
+def test_what_is_left_out_is_forgotten_when_it_is_gone() -> None:
+    """Its address may be that of the next tensor."""
+    live = LiveBytes()
+    for _ in range(20):
+        batch = torch.zeros(64)
+        live.leave_out([batch])
+        del batch
+    with live:
+        live.begin(("only", ""))
+        kept = [torch.zeros(64) for _ in range(20)]
+        live.end()
+    assert live.segments[0].kept == 20 * 4 * 64
+    del kept

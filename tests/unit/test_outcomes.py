@@ -24,6 +24,10 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "several": lambda x: x.split(2, dim=1),
     "sum": lambda x: x.sum(0, keepdim=True),
     "other type": lambda x: x.to(torch.bfloat16),
+    "slices": lambda x: (x[1:3], x[:, 1:4:2], x[-3:-1], x[2:100], x[3:1], x[9:], x[:-9], x[:, -4::3]),
+    "place in the storage": lambda x: x.as_strided((2, 2), (2, 1), 3),
+    "place in the storage, its own": lambda x: x.as_strided((2, 2), (2, 1)),
+    "bytes": lambda x: x.view(torch.uint8),
     "product": lambda x: torch.nn.functional.linear(x.float(), x.float()),
 }
 
@@ -46,11 +50,11 @@ def described(x: Tensor, out: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_remembered_operation_gives_what_it_gave(name: str, dtype: torch.dtype) -> None:
+def test_remembered_operation_gives_what_it_gave_wherever_its_argument_begins(name: str, dtype: torch.dtype) -> None:
     outcomes = Outcomes()
-    for _ in range(2):
+    for begin in (0, 0, 8, 4):
         with FakeTensorMode():
-            x = torch.empty(4, 6, dtype=dtype)
+            x = torch.empty(12, 6, dtype=dtype)[begin : begin + 4]
             expected = described(x, OPERATIONS[name](x))
             with LiveBytes(outcomes.run) as live:
                 live.begin(("", ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +10,17 @@ import torch
 
 import small_models
 from oslo_engine.footprint.live_bytes import LiveBytes
+from oslo_engine.footprint.profile import StepProfiler
 from oslo_engine.footprint.workload import Workload
 from oslo_engine.planning.candidates import Candidate
 from oslo_engine.planning.estimate import estimate
 from oslo_engine.planning.model_plans import ModelPlans
 from oslo_engine.planning.question import Cluster, Question
+from oslo_engine.policy.registry import find_policy
+from oslo_engine.rewrite.planning import plan_model
+from oslo_engine.rewrite.skeleton import skeleton
 from oslo_engine.tiny.subject import Subject
+from oslo_engine.topology import Topology
 
 LENGTH, TARGET, ROWS = 48, 24, 4
 TOLERANCE = 0.10
@@ -62,3 +68,17 @@ def test_predicted_activations_are_within_a_tenth_of_the_measured(name: str, che
     predicted = predicted_bytes(name, checkpointing=checkpointing)
     measured = measured_bytes(name, checkpointing=checkpointing)
     assert abs(predicted - measured) < TOLERANCE * measured
+
+
+def profiler(name: str) -> StepProfiler:
+    model = skeleton(*built(name))
+    return StepProfiler(model, plan_model(model, find_policy(None, model.config.model_type), Topology(tp=2)).plan)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_a_step_is_the_same_whatever_was_profiled_before_it(name: str) -> None:
+    of_rows = [Workload("train", rows, LENGTH, TARGET) for rows in (1, 2)]
+    asked = [*of_rows, replace(of_rows[1], checkpointing=True), Workload("inference", 1, LENGTH, TARGET), *of_rows]
+    together = profiler(name)
+    for workload in asked:
+        assert together.profile(workload) == profiler(name).profile(workload), workload
