@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import oslo_engine as oslo
 import small_models
@@ -89,7 +91,45 @@ def optimizer_for(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
 
 
-def train_unsplit(recipe: Recipe) -> Trained:
+class _InPieces(TorchFunctionMode):
+    """Linear layers add up their products in pieces, as another reduction order.
+
+    Args:
+        of_weight: into which both of a weight's dimensions are cut: the output and the gradient of the input are sums of so
+            many products.
+        of_rows: into which the rows of the input are cut, and with them the gradient of the weight.
+    """
+
+    def __init__(self, of_weight: int, of_rows: int) -> None:
+        super().__init__()
+        self._of_weight, self._of_rows = of_weight, of_rows
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            return self._linear(*args, **(kwargs or {}))
+        if func is torch.addmm:  # of Transformers' Conv1D
+            bias, input, weight = args
+            return self._linear(input, weight.T, bias)
+        return func(*args, **(kwargs or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        blocks = [row.tensor_split(self._of_weight, 1) for row in weight.tensor_split(self._of_weight, 0)]
+        whole = torch.cat(
+            [
+                torch.cat(
+                    [sum(map(nn.functional.linear, rows.tensor_split(self._of_weight, -1), block)) for block in blocks], -1
+                )
+                for rows in input.tensor_split(self._of_rows, 0)
+            ]
+        )
+        return whole if bias is None else whole + bias.to(whole.dtype)
+
+
+def train_unsplit(recipe: Recipe, *, pieces: tuple[int, int] = (1, 1)) -> Trained:
+    """
+    Args:
+        pieces: in which linear layers add up; see ``_InPieces``.
+    """
     model, _ = unsplit(recipe)
     if recipe.lora:
         model = with_lora(model, recipe)
@@ -97,7 +137,7 @@ def train_unsplit(recipe: Recipe) -> Trained:
     for step in range(recipe.steps):
         losses = []
         for batch in batches(recipe, step):
-            with autocast(recipe):
+            with autocast(recipe), _InPieces(*pieces) if pieces != (1, 1) else nullcontext():
                 loss = model(**batch).loss / recipe.accumulation
             loss.backward()
             losses.append(loss.item())
@@ -355,6 +395,12 @@ def distance(one: Trained, other: Trained) -> dict[str, float]:
     """How far two trainings in one process are from one another, by the same measures."""
     weights = (float((value - other.weights[name]).abs().max()) for name, value in one.weights.items())
     return {"loss": _largest(one.losses, other.losses), "norm": _largest(one.norms, other.norms), "weight": max(weights)}
+
+
+def spread(trainings: Sequence[Trained]) -> dict[str, float]:
+    """The largest distances between any two of them."""
+    pairs = [distance(one, other) for one, other in itertools.permutations(trainings, 2)]
+    return {name: max(pair[name] for pair in pairs) for name in pairs[0]}
 
 
 def _largest(values: list[float], wanted: list[float]) -> float:
