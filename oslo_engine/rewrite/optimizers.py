@@ -27,6 +27,7 @@ from oslo_engine.rewrite.state import ParallelState, parallel_state
 
 _STEPS_COMPARED = 2
 _TOLERANCE = 1e-3  # of a norm; the same gradients are rounded a little differently by different ranks
+_CHANCE = 1e-5  # so near to one another the norms of different gradients do not come by chance
 _NOISE = 1e-6  # of the norm of all gradients: below it lies what is zero but for rounding
 _REPLACED = "_oslo_replaced"
 _models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
@@ -40,7 +41,26 @@ class _Seen:
 
     num_groups: int
     compared: int = 0
-    written: dict[str, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
+    written: dict[str, _Norm] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """A norm of gradients. ranks: the others that have one under the same key.
+
+    alike: whether theirs must be the same; otherwise they are of other gradients, and it is a sign of clipping if all are.
+    """
+
+    value: float
+    ranks: tuple[int, ...]
+    alike: bool = True
+
+    def differs_from(self, others: dict[int, float]) -> dict[int, float]:
+        return {rank: other for rank, other in others.items() if abs(other - self.value) > _TOLERANCE * max(other, self.value)}
+
+    def was_scaled_to(self, others: dict[int, float]) -> bool:
+        equal = [abs(other - self.value) <= _CHANCE * self.value for other in others.values()]
+        return len(equal) == len(self.ranks) and all(equal)
 
 
 @dataclass(frozen=True)
@@ -156,21 +176,28 @@ def _compare_gradients(optimizer: Optimizer, seen: _Seen) -> None:
     Raises:
         GradientError: they have not.
     """
-    numbers = {key: entry for held in _held_by(optimizer) for key, entry in _shared_norms(held).items()}
+    numbers = {key: entry for held in _held_by(optimizer) for key, entry in _told_norms(held).items()}
     told, seen.written = seen.written, {}
     seen.compared += 1
     if not numbers and not told:
         return
     store: Any = dist.distributed_c10d._get_default_store()
-    for key, (norm, ranks) in told.items():
-        others = {rank: float(store.get(f"{key}/{rank}")) for rank in ranks if store.check([f"{key}/{rank}"])}
-        apart = {rank: other for rank, other in others.items() if abs(other - norm) > _TOLERANCE * max(other, norm)}
-        if apart:
-            raise _not_alike(norm, apart)
+    for key, norm in told.items():
+        others = {rank: float(store.get(f"{key}/{rank}")) for rank in norm.ranks if store.check([f"{key}/{rank}"])}
+        if norm.alike and (apart := norm.differs_from(others)):
+            raise _not_alike(norm.value, apart)
+        if not norm.alike and norm.was_scaled_to(others):
+            raise _clipped_apart(norm.value, others)
     if seen.compared <= _STEPS_COMPARED:
-        for key, (norm, _) in numbers.items():
-            store.set(f"{key}/{dist.get_rank()}", repr(norm))
+        for key, norm in numbers.items():
+            store.set(f"{key}/{dist.get_rank()}", repr(norm.value))
         seen.written = numbers
+
+
+_CLIPPING_HINT = (
+    "torch.nn.utils.clip_grad_norm_ scales the part of each rank by another factor: "
+    "use oslo.clip_grad_norm_(model, max_norm). Weights have been changed: start again, or go on from a checkpoint"
+)
 
 
 def _not_alike(norm: float, apart: dict[int, float]) -> GradientError:
@@ -179,13 +206,22 @@ def _not_alike(norm: float, apart: dict[int, float]) -> GradientError:
         where=f"rank {dist.get_rank()}, and rank {', '.join(map(str, apart))}",
         expected="the same norm",
         got=f"{norm:.6g} here, {', '.join(f'{other:.6g}' for other in apart.values())} there",
-        hint="torch.nn.utils.clip_grad_norm_ scales the part of each rank by another factor: "
-        "use oslo.clip_grad_norm_(model, max_norm). Weights have been changed: start again, or go on from a checkpoint",
+        hint=_CLIPPING_HINT,
     )
 
 
-def _shared_norms(held: _Held) -> dict[str, tuple[float, tuple[int, ...]]]:
-    """Norms of the gradients that certain other ranks hold as well, with these ranks, by a key that is the same there.
+def _clipped_apart(norm: float, others: dict[int, float]) -> GradientError:
+    return GradientError(
+        "the gradients of all pipeline stages had the same norm in the last step: each stage was clipped by itself",
+        where=f"ranks {', '.join(map(str, sorted((dist.get_rank(), *others))))}",
+        expected="one factor for all stages, which leaves their norms apart",
+        got=f"{norm:.6g} everywhere",
+        hint=_CLIPPING_HINT,
+    )
+
+
+def _told_norms(held: _Held) -> dict[str, _Norm]:
+    """Norms of the gradients that certain other ranks hold as well, and of all of a stage's, by a key that is the same there.
 
     The key tells the call that was the last, which all ranks of a copy count alike.
     """
@@ -201,12 +237,18 @@ def _shared_norms(held: _Held) -> dict[str, tuple[float, tuple[int, ...]]]:
         return {}
     everything = _norm(list(gradients.values()))
     found = {}
+
+    def tell(which: str, norm: _Norm) -> None:
+        at = f"{calls.standing.number}/{calls.standing.trail}"
+        found[f"oslo_engine/gradients/{calls.name}/{at}/{zlib.crc32(which.encode())}"] = norm
+
     for with_whom, ranks, names in _sharing(state, list(gradients)):
         norm = _norm([gradients[name] for name in names])
         if names and norm < float("inf") and norm > _NOISE * everything:
-            which = zlib.crc32("\n".join([with_whom, *(state.plan.tensor(name).name for name in names)]).encode())
-            at = f"{calls.standing.number}/{calls.standing.trail}"
-            found[f"oslo_engine/gradients/{calls.name}/{at}/{which}"] = norm, ranks
+            tell("\n".join([with_whom, *(state.plan.tensor(name).name for name in names)]), _Norm(norm, ranks))
+    if state.plan.topology.tp == 1 and 0 < everything < float("inf"):  # with more, tp ranks have something to compare
+        ranks = tuple(rank for rank in calls.model_ranks if rank != dist.get_rank())
+        tell(f"all of {sorted(calls.model_ranks)}", _Norm(everything, ranks, alike=False))
     return found
 
 

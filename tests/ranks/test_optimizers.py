@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 import oslo_engine as oslo
+import small_models
 from trainer_runs import as_launched, split_trainer
 from training_runs import Recipe, batches, unsplit
 
@@ -110,9 +111,12 @@ def test_a_parameter_that_is_used_elsewhere_goes_on(rank_pool: Any) -> None:
     assert all(rank_pool(2).run(parameters_of_another_model))
 
 
-def clipped_training(clip: str, tp: int, pp: int) -> list[str]:
+def clipped_training(clip: str, tp: int, pp: int, tied: bool = True) -> list[str]:
     """What each of four steps says."""
-    model, _ = unsplit(Recipe())
+    cls, config, _ = small_models.gpt2()
+    torch.manual_seed(0)
+    config.tie_word_embeddings = tied
+    model = cls(config)
     oslo.parallelize(model, tp=tp, pp=pp)
     optimizer = torch.optim.SGD(model.gpu_parameters(), lr=0.01)
     said = []
@@ -138,6 +142,15 @@ def test_clipping_by_each_ranks_own_norm_is_found_in_the_second_step(rank_pool: 
         assert "oslo.clip_grad_norm_(model, max_norm)" in said[1]
     for clip in ("oslo", "none"):
         assert rank_pool(tp * pp).run(clipped_training, clip, tp, pp) == [[""] * 4] * (tp * pp)
+
+
+def test_stages_that_share_nothing_find_it_by_their_equal_norms(rank_pool: Any) -> None:
+    for said in rank_pool(2).run(clipped_training, "torch", 1, 2, False):
+        assert said[0] == ""
+        assert "each stage was clipped by itself" in said[1]
+        assert "oslo.clip_grad_norm_(model, max_norm)" in said[1]
+    for clip in ("oslo", "none"):
+        assert rank_pool(2).run(clipped_training, clip, 1, 2, False) == [[""] * 4] * 2
 
 
 def step_on_some_ranks_only() -> int:
