@@ -27,6 +27,7 @@ StartGroup = Callable[[Callable[[], bool], Callable[[], bool]], WorkerGroup]
 
 _GRACE_S = 0.5  # after one worker has failed in a call, the others may be about to
 _CLOSE_S = 10.0
+_WINDOWS = 4  # in which calls keep coming, that the first of them waits
 
 
 class Dispatcher:
@@ -164,9 +165,13 @@ class Dispatcher:
             first = self._waiting[0] if self._waiting else None
         if first is None:
             return []
-        opens = first.created + self._settings.batch_window_ms / 1000
-        while first.key is not None and (left_s := opens - time.monotonic()) > 0 and not self._closing:
-            if sum(call.rows for call in self._waiting if call.key == first.key) >= self._settings.max_batch_rows:
+        window_s = self._settings.batch_window_ms / 1000
+        while first.key is not None and not self._closing:
+            with self._lock:
+                together = [call for call in self._waiting if call.key == first.key]
+            last = max((call.created for call in together), default=0.0)
+            left_s = min(last + window_s, first.created + _WINDOWS * window_s) - time.monotonic()
+            if left_s <= 0 or sum(call.rows for call in together) >= self._settings.max_batch_rows:
                 break
             self._wait_for_something(self._pipes(), left_s)
             if self._group is None:

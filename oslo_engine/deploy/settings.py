@@ -17,7 +17,8 @@ class Deployment:
 
     max_queue: calls that may wait; one more is refused with QueueFullError.
     max_batch_rows: rows of the generate calls that are run together.
-    batch_window_ms: how long the first of several generate calls waits for others to come.
+    batch_window_ms: how long the first of several generate calls waits for others to come. Each that comes begins it anew, up
+        to four times this long in all.
     start_timeout_s: how long the workers may take to load the model.
     silence_timeout_s: after which a worker that shows no life (stopped, swapped out) is ended, and the others with it.
     stall_timeout_s: after which workers that run a call, but neither compute nor communicate, are ended: a deadlock.

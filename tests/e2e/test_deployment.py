@@ -133,6 +133,32 @@ def test_calls_from_threads_each_get_their_own_answer(model: Any, unsplit: Any) 
         assert torch.equal(answers[number], unsplit.generate(*call(number)[0], **call(number)[1])), number
 
 
+def sizes_of_batches(folder: Path, window_ms: float, gap_s: float, calls: int) -> list[int]:
+    """How many calls ran together, of calls that come one after another."""
+    with load(folder, batch_window_ms=window_ms) as deployed:
+        execute, sizes = deployed._dispatcher._execute, []
+
+        def noted(together: list[Any]) -> None:
+            sizes.append(len(together))
+            execute(together)
+
+        deployed._dispatcher._execute = noted
+        threads = [threading.Thread(target=deployed.generate, args=(prompt(),), kwargs=SETTINGS) for _ in range(calls)]
+        for thread in threads:
+            thread.start()
+            time.sleep(gap_s)
+        for thread in threads:
+            thread.join()
+    return sizes
+
+
+def test_while_calls_keep_coming_the_first_waits_but_not_for_ever(folder: Path) -> None:
+    assert sizes_of_batches(folder, window_ms=1000, gap_s=0.6, calls=3) == [3]
+    sizes = sizes_of_batches(folder, window_ms=200, gap_s=0.1, calls=16)
+    assert sum(sizes) == 16
+    assert sizes[0] < 12, "at most four windows"
+
+
 def test_streamed_tokens_are_those_of_generate(model: Any, unsplit: Any) -> None:
     settings = {**SETTINGS, "eos_token_id": list(range(3, 12)), "max_new_tokens": 30}
     wanted = unsplit.generate(prompt(seed=4), **settings)[0, 7:].tolist()
