@@ -84,10 +84,8 @@ class StepProfiler:
         """
         model, live = self._model, self._live
         model.train(workload.trains)
-        recomputes = workload.trains and workload.checkpointing
-        if recomputes:
-            enable_checkpointing(model)
-        with self._mode, torch.random.fork_rng(devices=[]):
+        recomputing = _recomputing(model) if workload.trains and workload.checkpointing else contextlib.nullcontext()
+        with self._mode, torch.random.fork_rng(devices=[]), recomputing:
             batch = text_batch(model, workload)
             live.leave_out(value for value in batch.values() if isinstance(value, Tensor))
             live.segments = []
@@ -108,8 +106,6 @@ class StepProfiler:
                         where=type(model).__name__,
                         got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
                     ) from error
-        if recomputes:
-            disable_checkpointing(model)
         forward = tuple(segment for segment in live.segments if segment.label[0] == "forward")
         return StepProfile(forward, tuple(live.segments[len(forward) :]), sent)
 
@@ -120,10 +116,14 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
     enable()
 
 
-def disable_checkpointing(model: PreTrainedModel) -> None:
-    """Let them keep their activations again."""
-    disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
-    disable()
+@contextlib.contextmanager
+def _recomputing(model: PreTrainedModel) -> Iterator[None]:
+    enable_checkpointing(model)
+    try:
+        yield
+    finally:
+        disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+        disable()
 
 
 @contextlib.contextmanager

@@ -160,7 +160,7 @@ def takes(schedule: str, pp: int, num_micro_batches: int) -> bool:
 
 def round_length(schedule: str, pp: int, num_micro_batches: int) -> int | None:
     """How many micro-batches a round has; None of schedules that do not go in rounds."""
-    return num_micro_batches // max(1, num_micro_batches // pp) if schedule in _IN_ROUNDS else None
+    return num_micro_batches // _num_rounds(pp, num_micro_batches) if schedule in _IN_ROUNDS else None
 
 
 def _check_name(schedule: str) -> None:
@@ -189,8 +189,12 @@ def _check_num_micro_batches(schedule: str, pp: int, num_micro_batches: int) -> 
 
 
 def _fits_rounds(pp: int, num_micro_batches: int) -> bool:
-    """Interleaved schedules run in ``num_micro_batches // pp`` rounds of equal length."""
-    return num_micro_batches % max(1, num_micro_batches // pp) == 0
+    """Interleaved schedules run in rounds of equal length."""
+    return num_micro_batches % _num_rounds(pp, num_micro_batches) == 0
+
+
+def _num_rounds(pp: int, num_micro_batches: int) -> int:
+    return max(1, num_micro_batches // pp)
 
 
 _Compute = list[tuple[int, str, int]]

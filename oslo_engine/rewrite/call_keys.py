@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Key = tuple[Any, ...]
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 
 class NotPlainError(Exception):
@@ -44,7 +44,7 @@ def _add(key: list[Any], values: Any, describe: Callable[[Tensor], Key], tensors
         elif kind is list or kind is tuple:
             key.append((kind, len(value)))
             _add(key, value, describe, tensors)
-        elif kind in _PLAIN:
+        elif kind in PLAIN:
             key += (kind, value)  # 1, 1.0 and True are equal, and give different dtypes
         else:
             raise NotPlainError

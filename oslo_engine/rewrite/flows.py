@@ -23,7 +23,7 @@ from oslo_engine.rewrite.collected import check_collected
 from oslo_engine.rewrite.dataflow import DataFlow, analyze
 from oslo_engine.rewrite.meta_weights import without_weights
 from oslo_engine.rewrite.record import Recording, record
-from oslo_engine.rewrite.skeleton import Mode, cache_argument, example_inputs
+from oslo_engine.rewrite.skeleton import Mode, assume_labels, cache_argument, doubt_labels, example_inputs
 
 Signature = tuple[Any, ...]
 _TEXTS = ("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds")
@@ -140,9 +140,11 @@ class FlowBook:
 
     def _record_training(self) -> Recording:
         """Which labels a head takes is found by running the model: this is that run, unless it wants others than most do."""
+        assume_labels(self.twin)
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return record(self.twin, self.blocks, example_inputs(self.twin, "train", guess_labels=True))
+            return record(self.twin, self.blocks, example_inputs(self.twin, "train"))
+        doubt_labels(self.twin)
         return record(self.twin, self.blocks, example_inputs(self.twin, "train"))
 
     def _usual_flow(self, number: int) -> DataFlow:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oslo_engine.rewrite.call_keys import Key, NotPlainError, call_key
+from oslo_engine.rewrite.call_keys import PLAIN, Key, NotPlainError, call_key
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -36,8 +36,6 @@ MAX_REAL_NUMEL = 1 << 23
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor)
 SCALAR_READS = (aten._local_scalar_dense.default, aten.equal.default)
 NO_KERNEL = (RuntimeError, NotImplementedError)
-
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 Observer = Callable[[list[Tensor], list[Tensor]], None]
 
@@ -60,7 +58,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
     elif kind is dict:
         for child in value.values():
             _collect(child, found)
-    elif kind not in _PLAIN:
+    elif kind not in PLAIN:
         found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 

@@ -85,7 +85,7 @@ def _make_attention_recordable(config: PreTrainedConfig) -> None:
         config._attn_implementation = "eager"
 
 
-def example_inputs(model: PreTrainedModel, mode: Mode, *, root: str = "", guess_labels: bool = False) -> dict[str, Any]:
+def example_inputs(model: PreTrainedModel, mode: Mode, *, root: str = "") -> dict[str, Any]:
     """Small real inputs for one mode: two rows of text, the first one padded on the left.
 
     Args:
@@ -94,8 +94,6 @@ def example_inputs(model: PreTrainedModel, mode: Mode, *, root: str = "", guess_
             with, the model makes the cache (and gets its encoder's output, if it has one); "decode": one token per row and a
             filled cache.
         root: name of the submodule that is to be called, for instance the encoder.
-        guess_labels: take the labels that nearly every head wants, tokens. Otherwise a run of the model finds those that it
-            takes.
 
     Returns:
         Keyword arguments for the forward of the model or of the submodule.
@@ -107,10 +105,10 @@ def example_inputs(model: PreTrainedModel, mode: Mode, *, root: str = "", guess_
     if mode not in get_args(Mode):
         raise PlanError("unknown mode to record", where="mode", expected=", ".join(get_args(Mode)), got=repr(mode))
     with CPU:  # whatever the caller's default device
-        return _example_inputs(model, mode, root, guess_labels)
+        return _example_inputs(model, mode, root)
 
 
-def _example_inputs(model: PreTrainedModel, mode: Mode, root: str, guess_labels: bool) -> dict[str, Any]:
+def _example_inputs(model: PreTrainedModel, mode: Mode, root: str) -> dict[str, Any]:
     names = _argument_names(model.get_submodule(root).forward)
     if "input_ids" in names:
         inputs = _text_inputs(model, names)
@@ -128,7 +126,7 @@ def _example_inputs(model: PreTrainedModel, mode: Mode, root: str, guess_labels:
         inputs["use_cache"] = mode in ("prefill", "decode")
     if mode == "train" and "labels" in names:
         kinds = _kinds_of_labels(model, inputs)
-        inputs |= kinds[0] if guess_labels else kinds[_accepted_kind(model, inputs, kinds, root)]
+        inputs |= kinds[_accepted_kind(model, inputs, kinds, root)]
     if mode in ("prefill", "decode"):
         inputs = _generation_inputs(model, inputs, names, root, decode=mode == "decode")
     return inputs
@@ -215,6 +213,15 @@ def _token(model: PreTrainedModel, name: str) -> int | None:
 def _run(model: PreTrainedModel, inputs: Mapping[str, Any], root: str = "") -> Any:
     with without_weights(model):
         return model.get_submodule(root)(**inputs)
+
+
+def assume_labels(model: PreTrainedModel) -> None:
+    """Take for granted that the model takes the labels that nearly every head wants, tokens; otherwise they are tried."""
+    _ACCEPTED.setdefault(model, {}).setdefault("", 0)
+
+
+def doubt_labels(model: PreTrainedModel) -> None:
+    _ACCEPTED.pop(model, None)
 
 
 def _kinds_of_labels(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import small_models
+from oslo_engine.errors import UnsupportedError
+from oslo_engine.footprint import profile
 from oslo_engine.footprint.live_bytes import LiveBytes
 from oslo_engine.footprint.profile import StepProfiler
 from oslo_engine.footprint.workload import Workload
@@ -82,3 +84,13 @@ def test_a_step_is_the_same_whatever_was_profiled_before_it(name: str) -> None:
     together = profiler(name)
     for workload in asked:
         assert together.profile(workload) == profiler(name).profile(workload), workload
+
+
+def test_a_step_that_fails_leaves_the_next_one_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, recomputed = profiler("llama"), Workload("train", 1, LENGTH, TARGET, checkpointing=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(profile, "text_batch", lambda model, workload: {})
+        with pytest.raises(UnsupportedError, match="cannot be measured on fake tensors"):
+            together.profile(recomputed)
+    kept = replace(recomputed, checkpointing=False)
+    assert together.profile(kept) == profiler("llama").profile(kept)
