@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from oslo_engine.checkpoint.safetensors_io import FileRecord, TensorSpec, record_of
+from oslo_engine.checkpoint.checksums import FileRecord, record_of
+from oslo_engine.checkpoint.ranges import TensorSpec
 from oslo_engine.errors import CheckpointError
 from oslo_engine.plan.plan import Plan
 from oslo_engine.shards import Shard
@@ -252,7 +253,7 @@ def _shard_from_json(name: str, entry: dict[str, Any], shape: Sequence[int], tp:
 
 
 def _records_from_json(entries: dict[str, Any]) -> dict[str, FileRecord]:
-    return {name: FileRecord(int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
+    return {name: FileRecord.from_json(entry) for name, entry in entries.items()}
 
 
 def _positive(value: Any) -> int:

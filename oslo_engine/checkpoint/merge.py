@@ -108,19 +108,19 @@ class Merged:
         """
         copier = Copier(self._source, written)
         with contextlib.ExitStack() as opened:
-            records = []
+            finished = []
             for file_name in self._shards.filename_to_tensors:
                 specs = self._specs_in(file_name)
-                writer = opened.enter_context(SafetensorsWriter(folder / file_name, specs))
+                writer = opened.enter_context(SafetensorsWriter(folder / file_name, specs, algorithms=()))
                 for name in write_order(specs):
                     stored, target = self._maker.stored(name), whole_into(writer, specs[name])
                     if stored is not None:
                         copier.copy(stored, [target])
                     else:
                         copier.copy_whole(self._maker.make(name), [target])
-                records.append(writer.finish())
-            for record in records:
-                record.result()
+                finished.append(writer.finish())
+            for each in finished:
+                each.result()
         if self._shards.is_sharded:
             metadata = {"total_parameters": _num_parameters(self._source.layout), **self._shards.metadata}
             index = {"metadata": metadata, "weight_map": self._shards.tensor_to_filename}

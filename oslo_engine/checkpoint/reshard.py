@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oslo_engine.checkpoint.atomic import MANIFEST, sync
+from oslo_engine.checkpoint.checksums import ALGORITHMS, Checksums, FileRecord, record_of
 from oslo_engine.checkpoint.complete import check_complete, made_by_class
 from oslo_engine.checkpoint.folder import Progress, Verification, check_target, model_of, other_files, replacing
 from oslo_engine.checkpoint.initialize import initialize_missing
@@ -24,11 +25,9 @@ from oslo_engine.checkpoint.merged_names import with_merged_names
 from oslo_engine.checkpoint.place import find
 from oslo_engine.checkpoint.policy_hash import hash_of_policy, warn_of_another_policy
 from oslo_engine.checkpoint.safetensors_io import (
-    FileRecord,
     SafetensorsFile,
     SafetensorsWriter,
     TensorSpec,
-    record_of,
     size_of_file,
     write_order,
 )
@@ -185,27 +184,31 @@ def _bytes_in(specs: dict[str, TensorSpec]) -> int:
 def _write(layout: Layout, values: _Values, folder: Path, copier: Copier) -> None:
     """All files and the manifest."""
     with contextlib.ExitStack() as opened:
-        files: dict[str, Future[FileRecord]] = {}
+        files: dict[str, Future[Checksums]] = {}
         for pp_rank in range(layout.pp):
             files |= _write_stage(layout, pp_rank, values, folder, copier, opened)
-        records = {name: record.result() for name, record in files.items()}
-    if layout.serialization != "safetensors":
-        records = {name: _pickled(folder / (name + PART), folder / name) for name in records}
+        checksums = {name: finished.result() for name, finished in files.items()}
+    if layout.serialization == "safetensors":
+        records = {name: of_file.record() for name, of_file in checksums.items()}
+    else:
+        records = {name: _pickled(folder / (name + PART), folder / name) for name in checksums}
     dataclasses.replace(layout, files=records).with_configs(folder).write(folder / MANIFEST)
 
 
 def _write_stage(
     layout: Layout, pp_rank: int, values: _Values, folder: Path, copier: Copier, opened: contextlib.ExitStack
-) -> dict[str, Future[FileRecord]]:
+) -> dict[str, Future[Checksums]]:
     """The files of all tp ranks of one pp rank, side by side.
 
     Args:
         opened: what closes them when all are written.
     """
     specs = _specs_of_stage(layout, pp_rank)
-    part = "" if layout.serialization == "safetensors" else PART
+    part, algorithms = ("", tuple(ALGORITHMS)) if layout.serialization == "safetensors" else (PART, ())
     tensors = {tensor.name: tensor for tensor in layout.tensors if tensor.pp_ranks[0] == pp_rank}
-    writers = [opened.enter_context(SafetensorsWriter(folder / (name + part), specs[name])) for name in specs]
+    writers = [
+        opened.enter_context(SafetensorsWriter(folder / (name + part), specs[name], algorithms=algorithms)) for name in specs
+    ]
     for name in write_order({tensor.name: tensor.spec for tensor in tensors.values()}):
         targets = _targets(tensors[name], writers)
         stored = values.stored(name)

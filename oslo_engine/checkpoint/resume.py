@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from oslo_engine.checkpoint.agree import together
 from oslo_engine.checkpoint.atomic import MANIFEST, recover
 from oslo_engine.checkpoint.background import saving_of
+from oslo_engine.checkpoint.checksums import FileRecord, check_unaltered
 from oslo_engine.checkpoint.optimizer_state import MASTER, Group, fill_groups, name_of, names_of_parameters, put
 from oslo_engine.checkpoint.place import find
-from oslo_engine.checkpoint.safetensors_io import FileRecord, record_of
 from oslo_engine.checkpoint.save import leads
 from oslo_engine.checkpoint.source import verify_source
 from oslo_engine.checkpoint.split import SplitSource
@@ -156,24 +156,16 @@ def _check_asked(folder: Path, record: Mapping[str, Any], optimizer: Any, object
         logger.warning("%s: saved and not loaded: %s", folder, ", ".join(unused))
 
 
-def check_file(path: Path, record: Mapping[str, Any]) -> None:
-    """Compare a file of a training with its checksum.
+def check_file(path: Path, record: Mapping[str, Any], *, thorough: bool = False) -> None:
+    """Compare a file of a training with its checksum, or with all of them.
 
     Raises:
         CheckpointError: it is missing or was altered.
     """
     wanted = record["files"].get(path.name)
-    if wanted is None or not path.is_file():
+    if wanted is None:
         raise CheckpointError("a file of the training is missing", where=str(path), expected=f"listed in {RECORD}")
-    found = record_of(path)
-    if found != FileRecord(wanted["size_bytes"], wanted["sha256"]):
-        raise CheckpointError(
-            "a file of the training was altered after it was saved",
-            where=str(path),
-            expected=f"{wanted['size_bytes']} bytes, sha256 {wanted['sha256']}",
-            got=f"{found.size_bytes} bytes, sha256 {found.sha256}",
-            hint="copy the checkpoint again",
-        )
+    check_unaltered(path, FileRecord.from_json(wanted), "a file of the training", thorough=thorough)
 
 
 def _read_packed(path: Path, record: Mapping[str, Any]) -> Any:

@@ -7,7 +7,6 @@ instead pulls in pages that nobody asked for, and what was "loaded" changes when
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import mmap
@@ -15,15 +14,14 @@ import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from oslo_engine.checkpoint.checksums import ALGORITHMS, Checksums, FileRecord
 from oslo_engine.checkpoint.ranges import (
-    CHUNK_BYTES,
     IO_BYTES,
     Piece,
     ReadOnlyFile,
@@ -62,14 +60,6 @@ DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """What a written file must still be when it is read."""
-
-    size_bytes: int
-    sha256: str
 
 
 class SafetensorsFile:
@@ -180,17 +170,25 @@ class SafetensorsWriter:
     Args:
         specs: the tensors in the file.
         metadata: further texts for the header.
+        algorithms: of the checksums that will be kept.
 
     Raises:
         OSError: there is no place for it, which is found out before anything is written where the file system can tell.
     """
 
-    def __init__(self, path: Path, specs: Mapping[str, TensorSpec], *, metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        specs: Mapping[str, TensorSpec],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        algorithms: Sequence[str] = tuple(ALGORITHMS),
+    ) -> None:
         header = _header_bytes(specs, metadata)
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115
         reserve(self._file.fileno(), len(header) + sum(spec.num_bytes for spec in specs.values()))
-        self._digest = hashlib.sha256()
-        self._hasher = ThreadPoolExecutor(1)
+        self._checksums, self._hashes = Checksums(algorithms), bool(algorithms)
+        self._thread = ThreadPoolExecutor(1)
         self._last: Future[None] | None = None
         self._size = 0
         self.write(memoryview(header))
@@ -199,7 +197,7 @@ class SafetensorsWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._hasher.shutdown()
+        self._thread.shutdown()
         self._file.close()
 
     def write(self, view: memoryview) -> Future[None] | None:
@@ -209,11 +207,11 @@ class SafetensorsWriter:
             What is done when they are hashed, before which they must not change; None if they are.
         """
         hashed = None
-        if len(view) >= WORTH_A_THREAD:
-            hashed = self._hasher.submit(self._hash, [view])
+        if self._hashes and len(view) >= WORTH_A_THREAD:
+            hashed = self._thread.submit(self._hash, [view])
         else:
             self._settle()
-            self._digest.update(view)
+            self._checksums.update(view)
         self._last = hashed
         done = 0
         while done < len(view):
@@ -229,15 +227,15 @@ class SafetensorsWriter:
 
     def _hash(self, box: list[memoryview]) -> None:
         """Takes the view out of its box, so that the executor, which may be late to clear up, does not keep its memory."""
-        self._digest.update(box.pop())
+        self._checksums.update(box.pop())
 
-    def finish(self) -> Future[FileRecord]:
-        """What the file is, to be had once it is on the disk. The thread that hashes it sees to that: others may be written."""
-        return self._hasher.submit(self._finish)
+    def finish(self) -> Future[Checksums]:
+        """Its checksums, to be had once it is on the disk. The thread that hashes it sees to that: others may be written."""
+        return self._thread.submit(self._finish)
 
-    def _finish(self) -> FileRecord:
+    def _finish(self) -> Checksums:
         os.fsync(self._file.fileno())
-        return FileRecord(self._size, self._digest.hexdigest())
+        return self._checksums
 
 
 def write_safetensors(
@@ -257,7 +255,7 @@ def write_safetensors(
             hashed = writer.write(_checked_bytes(name, read(name), specs[name]))
             if hashed is not None:
                 hashed.result()
-        return writer.finish().result()
+        return writer.finish().result().record()
 
 
 def size_of_file(specs: Mapping[str, TensorSpec]) -> int:
@@ -295,13 +293,3 @@ def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, in row-major order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memory(flat.view(torch.uint8))
-
-
-def record_of(path: Path) -> FileRecord:
-    """The size and checksum of a file as it is now."""
-    digest, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(CHUNK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while got := file.readinto(buffer):
-            digest.update(buffer[:got])
-            size += got
-    return FileRecord(size, digest.hexdigest())

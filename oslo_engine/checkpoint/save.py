@@ -17,12 +17,13 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from oslo_engine.checkpoint.agree import together
 from oslo_engine.checkpoint.atomic import MANIFEST, abandoned_on_error, begin, commit, staging_folder, sync
+from oslo_engine.checkpoint.checksums import FileRecord, record_of
 from oslo_engine.checkpoint.layout import Layout, Serialization, layout_of
 from oslo_engine.checkpoint.merge import Merged
 from oslo_engine.checkpoint.merged_names import with_merged_names
 from oslo_engine.checkpoint.names import as_transformers_class
 from oslo_engine.checkpoint.place import find
-from oslo_engine.checkpoint.safetensors_io import FileRecord, TensorSpec, record_of, write_order, write_safetensors
+from oslo_engine.checkpoint.safetensors_io import TensorSpec, write_order, write_safetensors
 from oslo_engine.checkpoint.skeleton import transformers_class
 from oslo_engine.checkpoint.split import SplitSource
 from oslo_engine.errors import CheckpointError, UnsupportedError

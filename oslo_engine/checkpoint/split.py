@@ -8,9 +8,9 @@ from pathlib import Path
 from torch import Tensor
 
 from oslo_engine.checkpoint.atomic import MANIFEST
+from oslo_engine.checkpoint.checksums import check_unaltered
 from oslo_engine.checkpoint.layout import Layout, TensorLayout, read_layout
 from oslo_engine.checkpoint.ranges import Piece, TensorSpec
-from oslo_engine.checkpoint.safetensors_io import record_of
 from oslo_engine.checkpoint.tensors import PickledSource, SafetensorsSource, TensorSource
 from oslo_engine.errors import CheckpointError
 from oslo_engine.shards import Span
@@ -60,17 +60,9 @@ class SplitSource(TensorSource):
                         out.narrow(cut, at, stop - start).narrow(dim, to, num).copy_(taken.narrow(dim, done, num))
                         done += num
 
-    def verify(self, part: int = 0, parts: int = 1) -> None:
+    def verify(self, part: int = 0, parts: int = 1, *, thorough: bool = False) -> None:
         for name in self.layout.file_names()[part::parts]:
-            record = record_of(self.folder / name)
-            if record != self.layout.files[name]:
-                raise CheckpointError(
-                    "a file of the checkpoint was altered after it was saved",
-                    where=str(self.folder / name),
-                    expected=f"sha256 {self.layout.files[name].sha256}",
-                    got=record.sha256,
-                    hint="copy the checkpoint again",
-                )
+            check_unaltered(self.folder / name, self.layout.files[name], "a file of the checkpoint", thorough=thorough)
 
     def open_all(self) -> None:
         """Open every file now, which compares its header with the layout."""

@@ -1,7 +1,7 @@
 """Copying tensors, or slices of them, from a checkpoint into new files, a few megabytes at a time.
 
-While one buffer is hashed, the next one is read and written, so a copy takes about as long as reading and writing, or hashing,
-whichever is slower; and not even one tensor is in memory.
+While buffers are hashed, each file's by a thread of its own, the next one is read and written: files that are written side by
+side get their parts in turn. Not even one tensor is in memory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from oslo_engine.checkpoint.safetensors_io import SafetensorsWriter, as_bytes
 from oslo_engine.checkpoint.tensors import TensorSource
 from oslo_engine.shards import Span
 
-BUFFER_BYTES = 1 << 23
+BUFFER_BYTES = 1 << 21
+NUM_BUFFERS = 8
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ def whole_into(writer: SafetensorsWriter, spec: TensorSpec) -> Target:
 class Copier:
     """Copies tensors of one source one after another.
 
-    Nothing is allocated meanwhile but its three buffers: of memory that several threads take and let go, a few megabytes at a
-    time, much may stay with the process.
+    Nothing is allocated meanwhile but its buffers: of memory that several threads take and let go, a few megabytes at a time,
+    much may stay with the process.
 
     Args:
         written: is told after every step how many bytes were written; what it raises ends the copy.
@@ -48,7 +50,7 @@ class Copier:
     def __init__(self, source: TensorSource, written: Callable[[int], None]) -> None:
         self._source, self._written = source, written
         self._rows = _Buffer()  # of which columns are taken
-        self._outgoing = [_Buffer(), _Buffer()]  # one is hashed while the other one is filled
+        self._outgoing = [_Buffer() for _ in range(NUM_BUFFERS)]  # some are hashed while another one is filled
 
     def copy(self, name: str, targets: Sequence[Target]) -> None:
         """Append a tensor to files. All targets have the same ``dim``."""
@@ -61,9 +63,11 @@ class Copier:
             for start, stop in _blocks(spec, (0, spec.shape[0])):
                 self._write_columns(self._read(name, start, stop, self._rows), targets)
             return
-        for target in targets:
-            for span in target.spans:
-                for start, stop in _blocks(spec, span):
+        blocks_of = [[block for span in target.spans for block in _blocks(spec, span)] for target in targets]
+        for blocks in zip_longest(*blocks_of):
+            for target, block in zip(targets, blocks, strict=True):
+                if block is not None:
+                    start, stop = block
                     buffer = self._take_buffer(num_bytes=(stop - start) * _row_bytes(spec))
                     self._write(target.writer, as_bytes(self._read(name, start, stop, buffer)), buffer)
 
@@ -104,7 +108,7 @@ class Copier:
         """The one that waited longest; for more than fits into one always the same, lest two be as large as a tensor."""
         buffer = self._outgoing[0].free()
         if num_bytes <= BUFFER_BYTES:
-            self._outgoing.reverse()
+            self._outgoing.append(self._outgoing.pop(0))
         return buffer
 
     def _write(self, writer: SafetensorsWriter, view: memoryview, buffer: _Buffer) -> None:

@@ -63,10 +63,13 @@ class TensorSource(ABC):
         """Equal for two names of the same stored tensor."""
         return name
 
-    def verify(self, part: int = 0, parts: int = 1) -> None:  # noqa: B027
+    def verify(self, part: int = 0, parts: int = 1, *, thorough: bool = False) -> None:  # noqa: B027
         """Compare the files, or every ``parts``-th of them from ``part`` on, with the checksums that were saved with them.
 
         Does nothing for forms that have no checksums.
+
+        Args:
+            thorough: compare all checksums of a file, not only the fastest.
 
         Raises:
             CheckpointError: a file was altered.

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from oslo_engine.checkpoint.agree import together
 from oslo_engine.checkpoint.atomic import MANIFEST, abandon, begin, commit, staging_folder, sync
 from oslo_engine.checkpoint.background import Saving, saving_of
+from oslo_engine.checkpoint.checksums import FileRecord, record_of
 from oslo_engine.checkpoint.layout import Layout
 from oslo_engine.checkpoint.optimizer_state import (
     STEM,
@@ -38,7 +39,6 @@ from oslo_engine.checkpoint.optimizer_state import (
     names_of_parameters,
     values_of,
 )
-from oslo_engine.checkpoint.safetensors_io import FileRecord, record_of
 from oslo_engine.checkpoint.save import Reader, agree_on_layout, leads, model_reader, write_config, write_parts
 from oslo_engine.checkpoint.zero import ZeroState, is_zero
 from oslo_engine.errors import CheckpointError, UnsupportedError

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from oslo_engine.checkpoint.checksums import check_unaltered
 from oslo_engine.checkpoint.complete import check_complete, made_by_class
 from oslo_engine.checkpoint.folder import Progress, model_of
 from oslo_engine.checkpoint.resume import check_file, read_record
-from oslo_engine.checkpoint.safetensors_io import record_of
 from oslo_engine.checkpoint.source import open_source
 from oslo_engine.checkpoint.split import SplitSource
 from oslo_engine.checkpoint.supply import Supplier, supplies_for
 from oslo_engine.checkpoint.tensors import TensorSource
 from oslo_engine.checkpoint.training import OBJECTS, OPTIMIZER, RECORD
-from oslo_engine.errors import CheckpointError
 from oslo_engine.rewrite.planning import plan_model
 from oslo_engine.topology import Topology
 
 
 def verify_folder(folder: Path, progress: Progress | None = None) -> TensorSource:
-    """Check a checkpoint: its files, their checksums where it has them, names and shapes by the model in its config, and that
-    tied values are equal.
+    """Check a checkpoint: its files, all their checksums where it has them, names and shapes by the model in its config, and
+    that tied values are equal.
 
     Of a training that was saved, the files of the optimizer, the objects and the generators too.
 
@@ -51,7 +50,7 @@ def verify_folder(folder: Path, progress: Progress | None = None) -> TensorSourc
     for each in checked:
         each.open_all()
     for (each, number), size in zip(files, sizes, strict=True):
-        each.verify(number, len(each.layout.file_names()))
+        each.verify(number, len(each.layout.file_names()), thorough=True)
         done += size
         if progress is not None:
             progress(done, sum(sizes))
@@ -59,17 +58,9 @@ def verify_folder(folder: Path, progress: Progress | None = None) -> TensorSourc
 
 
 def _check_configs(source: SplitSource) -> None:
-    for name, wanted in source.layout.configs.items():
-        path = source.folder / name
-        found = record_of(path) if path.is_file() else None
-        if found != wanted:
-            raise CheckpointError(
-                "a config was altered after the checkpoint was saved, or is missing",
-                where=str(path),
-                expected=f"sha256 {wanted.sha256}",
-                got="no such file" if found is None else found.sha256,
-                hint="copy it again; if the change was meant, checkpoint reshard writes the same weights with a new checksum",
-            )
+    hint = "copy it again; if the change was meant, checkpoint reshard writes the same weights with a new checksum"
+    for name, record in source.layout.configs.items():
+        check_unaltered(source.folder / name, record, "a config", thorough=True, hint=hint)
 
 
 def _open_training(folder: Path) -> list[SplitSource]:
@@ -78,5 +69,5 @@ def _open_training(folder: Path) -> list[SplitSource]:
         return []
     record = read_record(folder)
     for name in record["files"]:
-        check_file(folder / name, record)
+        check_file(folder / name, record, thorough=True)
     return [] if record["optimizer"] is None else [SplitSource(folder, OPTIMIZER)]

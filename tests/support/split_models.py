@@ -22,11 +22,12 @@ from transformers import (
 )
 
 from oslo_engine.checkpoint.atomic import MANIFEST
+from oslo_engine.checkpoint.checksums import record_of
 from oslo_engine.checkpoint.layout import Layout, Serialization, layout_of
 from oslo_engine.checkpoint.merged_names import with_merged_names
 from oslo_engine.checkpoint.place import find
 from oslo_engine.checkpoint.policy_hash import hash_of_policy
-from oslo_engine.checkpoint.safetensors_io import record_of, write_order, write_safetensors
+from oslo_engine.checkpoint.safetensors_io import write_order, write_safetensors
 from oslo_engine.checkpoint.save import write_config
 from oslo_engine.checkpoint.skeleton import meta_model
 from oslo_engine.comm.collectives import Axis

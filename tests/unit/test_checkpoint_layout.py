@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from oslo_engine.checkpoint.checksums import FileRecord
 from oslo_engine.checkpoint.layout import Layout, layout_of, read_layout
-from oslo_engine.checkpoint.safetensors_io import FileRecord
 from oslo_engine.errors import CheckpointError
 from split_models import LAYOUTS, MODELS, plan_of
 

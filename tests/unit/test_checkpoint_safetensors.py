@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from oslo_engine.checkpoint import ranges, safetensors_io, writeback
-from oslo_engine.checkpoint.safetensors_io import DTYPES, SafetensorsFile, TensorSpec, record_of, write_safetensors
+from oslo_engine.checkpoint.checksums import record_of
+from oslo_engine.checkpoint.safetensors_io import DTYPES, SafetensorsFile, TensorSpec, write_safetensors
 from oslo_engine.errors import CheckpointError
 
 

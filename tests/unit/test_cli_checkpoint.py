@@ -151,7 +151,7 @@ def test_verify_finds_a_config_that_was_altered_or_is_missing(tmp_path: Path, sp
     assert "ok" in words(run("verify", tmp_path / "meant"))
     if name != "config.json":
         (split / name).unlink()
-        wrong(split, "no such file", str(split / name))
+        wrong(split, "a config is missing", str(split / name))
 
 
 def test_verify_finds_values_that_are_tied_no_more(merged: Path) -> None:
