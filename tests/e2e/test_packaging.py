@@ -101,7 +101,8 @@ def wheel(request: pytest.FixtureRequest, tree: Path, tmp_path_factory: pytest.T
 @pytest.mark.slow
 def test_wheel_has_every_module_and_policy_and_nothing_else(wheel: Path, tree: Path) -> None:
     packaged = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    expected = {f"oslo_engine/{file.relative_to(tree / 'oslo_engine')}" for file in (tree / "oslo_engine").rglob("*.py")}
+    own = [file.relative_to(tree / "oslo_engine") for kind in ("*.py", "*.html") for file in (tree / "oslo_engine").rglob(kind)]
+    expected = {f"oslo_engine/{file}" for file in own}
     expected |= {f"oslo_engine/kernels/{file.relative_to(tree / 'kernels')}" for file in (tree / "kernels").rglob("*.py")}
     expected |= {f"oslo_engine/policies/{name}" for name in [*policy_files(tree), "coverage.json", "__init__.py"]}
     assert packaged == expected
