@@ -3,9 +3,9 @@
 A random model of about 1 GB is split at tp=2 pp=2, that is resharded to tp=4 pp=1, and that is merged. Each conversion runs in
 a process of its own, after a small model went the same way, so that imports do not count. In every round it is timed in turn
 with two others that write as many bytes on the same disk: ``cp``, and ``cp`` with ``sha256sum`` of the source and of the copy,
-as who wants to be as sure as after a conversion must do: it compares the checksums of a split checkpoint and keeps new ones. All
-read from the page cache, write a new file, and end with fsync. Before each, a file of the same size is written and deleted: on virtual machines memory
-that was not used for a while is slow at first, and whoever comes first would pay for all.
+as who wants to be as sure as after a conversion must do: it compares the checksums of a split checkpoint and keeps new ones.
+All read from the page cache, write a new file, and end with fsync. Before each, a file of the same size is written and deleted:
+on virtual machines memory that was not used for a while is slow at first, and whoever comes first would pay for all.
 
 Figures: the median over rounds of seconds and of CPU seconds; speed of ``cp`` = 1; peak resident memory above the start.
 

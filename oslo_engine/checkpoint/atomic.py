@@ -7,8 +7,9 @@
 Killed before the exchange, a save leaves the old checkpoint untouched and a hidden folder that nothing reads; killed after it,
 the new checkpoint, with step 3 left to ``recover``, which readers and the next save call.
 
-Some targets cannot be exchanged (NFS; mount points). Their files are put in place one by one: the old manifest goes first, the
-new one comes last, so that in between nothing loads, and ``recover`` goes on where it stopped.
+Some targets cannot be exchanged (NFS; mount points), and the current folder must not be: who stands in it, as the shell does,
+would be left in the old one. Their files are put in place one by one: the old manifest goes first, the new one comes last, so
+that in between nothing loads, and ``recover`` goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +84,8 @@ def begin(target: Path) -> Path:
     """
     if target.exists() and not target.is_dir():
         raise CheckpointError("the place to save to is a file", where=str(target), expected="a folder, or nothing yet")
+    if target.exists() and not os.access(target, os.W_OK):
+        raise CheckpointError("cannot write there", where=str(target), got="the folder is not to be written to")
     staging = staging_folder(target)
     try:
         staging.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +108,7 @@ def commit(staging: Path, target: Path) -> None:
         sync(path)
     sync(staging)
     with _locked(staging.parent):
-        if staging.parent != target and _swap(staging, target):
+        if staging.parent != target and not _is_current(target) and _swap(staging, target):
             sync(target.parent)
             _take_over(staging, target)
         else:
@@ -172,10 +176,26 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def _is_current(folder: Path) -> bool:
+    try:
+        return os.path.samefile(folder, os.curdir)
+    except OSError:
+        return False
+
+
+def _let_in_whom_it_lets_in(staging: Path, target: Path) -> None:
+    """Give the new folder the owner, the group and the mode of the one that it replaces, as far as we may."""
+    of_target = target.stat()
+    with contextlib.suppress(OSError):
+        os.chown(staging, of_target.st_uid, of_target.st_gid)
+    os.chmod(staging, stat.S_IMODE(of_target.st_mode))
+
+
 def _swap(staging: Path, target: Path) -> bool:
     """Exchange the folders, or rename where there is no target; False where the file system cannot."""
     try:
         if target.exists():
+            _let_in_whom_it_lets_in(staging, target)
             _exchange(staging, target)
         else:
             os.rename(staging, target)

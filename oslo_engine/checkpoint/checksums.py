@@ -44,7 +44,11 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> FileRecord:
-        return cls(int(entry["size_bytes"]), str(entry["sha256"]), entry.get("xxh3_128"))
+        """Raises KeyError, TypeError or ValueError for what is none."""
+        record = cls(entry["size_bytes"], entry["sha256"], entry.get("xxh3_128"))
+        if not (type(record.size_bytes) is int and isinstance(record.sha256, str) and isinstance(record.xxh3_128, str | None)):
+            raise ValueError(f"{entry} does not say what a file must be")
+        return record
 
 
 class Checksums:

@@ -166,7 +166,7 @@ def read_layout(path: Path) -> Layout:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError("cannot read the layout of a split checkpoint", where=str(path), got=str(error)) from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise CheckpointError("this is not the layout of a split checkpoint", where=str(path), expected=f'"format": "{FORMAT}"')
@@ -222,10 +222,12 @@ def _tensor_to_json(tensor: TensorLayout) -> dict[str, Any]:
 def _tensor_from_json(entry: dict[str, Any], tp: int, pp: int) -> TensorLayout:
     name, shape, dtype = entry["name"], tuple(entry["shape"]), getattr(torch, entry["dtype"])
     aliases = tuple(entry.get("aliases", [name]))
-    _require(isinstance(name, str) and name in aliases and isinstance(dtype, torch.dtype), f"{name!r} is malformed")
+    named = name in aliases and all(isinstance(alias, str) for alias in aliases)
+    _require(named and isinstance(dtype, torch.dtype), f"{name!r} is malformed")
     _require(all(type(size) is int and size >= 0 for size in shape), f"{name}: shape {shape}")
     pp_ranks = tuple(entry["pp_ranks"])
-    _require(bool(pp_ranks) and all(rank in range(pp) for rank in pp_ranks), f"{name}: pp_ranks {pp_ranks}")
+    staged = bool(pp_ranks) and all(type(rank) is int and rank in range(pp) for rank in pp_ranks)
+    _require(staged, f"{name}: pp_ranks {pp_ranks}")
     converted = entry.get("converted", False)
     return TensorLayout(
         name=name,
@@ -242,7 +244,8 @@ def _tensor_from_json(entry: dict[str, Any], tp: int, pp: int) -> TensorLayout:
 
 def _shard_from_json(name: str, entry: dict[str, Any], shape: Sequence[int], tp: int) -> Shard:
     dim = entry["dim"]
-    spans = tuple(tuple((int(start), int(stop)) for start, stop in rank) for rank in entry["spans"])
+    spans = tuple(tuple((start, stop) for start, stop in rank) for rank in entry["spans"])
+    _require(all(type(end) is int for rank in spans for span in rank for end in span), f"{name}: spans {spans}")
     _require(type(dim) is int and 0 <= dim < len(shape) and len(spans) == tp, f"{name}: dim {dim}, {len(spans)} lists of spans")
     size, end = shape[dim], 0
     for start, stop in sorted({span for rank in spans for span in rank if span[1] > span[0]}):

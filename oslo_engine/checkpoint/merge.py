@@ -57,6 +57,8 @@ def merge(
     source = open_source(split_folder)
     if not isinstance(source, SplitSource):
         raise CheckpointError("this checkpoint is not split", where=str(split_folder), hint="copy it, or split it first")
+    source.check_configs()
+    source.open_all()
     merged = Merged(source, max_shard_size=max_shard_size)
     rest = other_files(split_folder)
     sizes = merged.sizes() | {path.name: path.stat().st_size for path in rest}

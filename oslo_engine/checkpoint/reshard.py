@@ -84,6 +84,9 @@ def reshard(
         )
     check_target(source_folder, out_folder, overwrite=overwrite)
     source = open_source(source_folder)
+    if isinstance(source, SplitSource):
+        source.check_configs()
+        source.open_all()
     with contextlib.ExitStack() as stack:
         verification = None if dry_run else stack.enter_context(Verification(source))  # while the model is planned, too
         model = model_of(source_folder, source)

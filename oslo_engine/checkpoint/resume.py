@@ -118,7 +118,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     path = folder / RECORD
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             "there is no training to go on with", where=str(path), got=str(error), hint="save it with oslo.save_training"
         ) from None
@@ -129,7 +129,24 @@ def read_record(folder: Path) -> dict[str, Any]:
             expected=f"{FORMAT!r}, version {VERSION}",
             got=str(record)[:100],
         )
+    try:
+        record["files"] = {name: FileRecord.from_json(entry) for name, entry in record["files"].items()}
+        _require_forms(record)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            "the record of the training is damaged",
+            where=str(path),
+            got=f"{type(error).__name__}: {error}",
+            hint="copy the checkpoint again",
+        ) from None
     return record
+
+
+def _require_forms(record: Mapping[str, Any]) -> None:
+    numbers = [*(record["layout"][axis] for axis in ("tp", "pp", "dp")), record["random"]["seed"], record["random"]["step"]]
+    texts = [*record["objects"], *([] if record["optimizer"] is None else [record["optimizer"]])]
+    for wrong in [value for value in numbers if type(value) is not int] + [value for value in texts if type(value) is not str]:
+        raise ValueError(f"{wrong!r} cannot be right")
 
 
 def _check_asked(folder: Path, record: Mapping[str, Any], optimizer: Any, objects: Mapping[str, Any]) -> None:
@@ -165,7 +182,7 @@ def check_file(path: Path, record: Mapping[str, Any], *, thorough: bool = False)
     wanted = record["files"].get(path.name)
     if wanted is None:
         raise CheckpointError("a file of the training is missing", where=str(path), expected=f"listed in {RECORD}")
-    check_unaltered(path, FileRecord.from_json(wanted), "a file of the training", thorough=thorough)
+    check_unaltered(path, wanted, "a file of the training", thorough=thorough)
 
 
 def _read_packed(path: Path, record: Mapping[str, Any]) -> Any:

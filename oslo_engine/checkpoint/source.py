@@ -97,7 +97,7 @@ def _from_index(index: Path) -> TensorSource:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             "the index is damaged",
             where=str(index),

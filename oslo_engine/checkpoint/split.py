@@ -44,15 +44,15 @@ class SplitSource(TensorSource):
     def read_into(self, name: str, out: Tensor, dim: int, pieces: Sequence[Piece]) -> None:
         tensor = self._tensors[name]
         if tensor.shard is None:
-            self._file(tensor, 0).read_into(tensor.name, out, dim, pieces)
+            self._file_of(tensor, 0).read_into(tensor.name, out, dim, pieces)
         elif dim == tensor.shard.dim:
             for tp_rank, overlaps in self._overlaps(tensor, pieces):
-                self._file(tensor, tp_rank).read_into(tensor.name, out, dim, overlaps)
+                self._file_of(tensor, tp_rank).read_into(tensor.name, out, dim, overlaps)
         else:  # cut in both dimensions: the file gives one cut, memory the other
             cut = tensor.shard.dim
             spans, size = [(start, stop) for start, stop, _ in pieces], tensor.shard.size
             for tp_rank, overlaps in self._overlaps(tensor, [(0, size, 0)]):
-                part = self._file(tensor, tp_rank).read(tensor.name, dim, spans)
+                part = self._file_of(tensor, tp_rank).read(tensor.name, dim, spans)
                 for start, stop, at in overlaps:
                     taken, done = part.narrow(cut, start, stop - start), 0
                     for first, last, to in pieces:
@@ -66,9 +66,24 @@ class SplitSource(TensorSource):
 
     def open_all(self) -> None:
         """Open every file now, which compares its header with the layout."""
-        for tensor in self.layout.tensors:
-            for tp_rank in tensor.tp_ranks_stored():
-                self._file(tensor, tp_rank)
+        for pp_rank in range(self.layout.pp):
+            for tp_rank in range(self.layout.tp):
+                self._file(tp_rank, pp_rank)
+
+    def check_configs(self) -> None:
+        """That the configs that were saved with it are still there; they may have been edited.
+
+        Raises:
+            CheckpointError: one is missing.
+        """
+        for name in self.layout.configs:
+            if not (path := self.folder / name).is_file():
+                raise CheckpointError(
+                    "a config is missing",
+                    where=str(path),
+                    expected=f"listed in {self._manifest}",
+                    hint="copy it again; without it what is written could not be loaded",
+                )
 
     @staticmethod
     def _overlaps(tensor: TensorLayout, wanted: Sequence[Piece]) -> Iterator[tuple[int, list[Piece]]]:
@@ -88,14 +103,17 @@ class SplitSource(TensorSource):
             if pieces:
                 yield tp_rank, pieces
 
-    def _file(self, tensor: TensorLayout, tp_rank: int) -> TensorSource:
-        name = self.layout.file_name(tp_rank, tensor.pp_ranks[0])
+    def _file_of(self, tensor: TensorLayout, tp_rank: int) -> TensorSource:
+        return self._file(tp_rank, tensor.pp_ranks[0])
+
+    def _file(self, tp_rank: int, pp_rank: int) -> TensorSource:
+        name = self.layout.file_name(tp_rank, pp_rank)
         if name not in self._files:
             path = self.folder / name
             kind = SafetensorsSource if self.layout.serialization == "safetensors" else PickledSource
             file: TensorSource = kind([path])
-            names = set(file.names())
-            for stored in self.layout.stored_in(tp_rank, tensor.pp_ranks[0]):
+            names, listed = set(file.names()), self.layout.stored_in(tp_rank, pp_rank)
+            for stored in listed:
                 spec = file.spec(stored.name) if stored.name in names else None
                 if spec != stored.local_spec(tp_rank):
                     raise CheckpointError(
@@ -104,6 +122,14 @@ class SplitSource(TensorSource):
                         expected=str(stored.local_spec(tp_rank)),
                         got=str(spec),
                     )
+            if unknown := sorted(names - {stored.name for stored in listed}):
+                raise CheckpointError(
+                    f"a file has {unknown[0]!r}, which is not listed for it",
+                    where=str(path),
+                    expected=f"the {len(listed)} tensors that {self._manifest} lists for it",
+                    got=f"{len(names)} tensors",
+                    hint="copy the checkpoint again",
+                )
             self._files[name] = file
         return self._files[name]
 

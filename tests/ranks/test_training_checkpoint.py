@@ -250,6 +250,13 @@ def spoil(folder: Path, what: str) -> None:
     elif what == "version":
         record = json.loads((folder / "training.json").read_text())
         (folder / "training.json").write_text(json.dumps({**record, "version": 99}))
+    elif what == "damaged record":
+        record = json.loads((folder / "training.json").read_text())
+        (folder / "training.json").write_text(json.dumps({**record, "layout": {"tp": 1}}))
+    elif what == "endless file":
+        record = json.loads((folder / "training.json").read_text())
+        record["files"]["objects.pt"]["size_bytes"] = float("inf")
+        (folder / "training.json").write_text(json.dumps(record))
     elif what.startswith("altered "):
         path = folder / what.removeprefix("altered ")
         content = bytearray(path.read_bytes())
@@ -277,6 +284,8 @@ def spoil(folder: Path, what: str) -> None:
         ("model", "with another model"),
         ("no record", "no training to go on with"),
         ("version", "another version"),
+        ("damaged record", "the record of the training is damaged"),
+        ("endless file", "the record of the training is damaged"),
         *((f"altered {file}", file) for file in ALTERED),
         ("missing", "optimizer_tp=1_pp=0.safetensors"),
         ("truncated", "optimizer_tp=1_pp=0.safetensors"),

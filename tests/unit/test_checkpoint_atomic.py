@@ -104,6 +104,33 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
     assert read(tmp_path / "real") == NEW | FOREIGN
 
 
+def test_who_stands_in_the_folder_stays_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "target", OLD | FOREIGN)
+    monkeypatch.chdir(tmp_path / "target")
+    save(Path("."))
+    assert read(Path(".")) == read(tmp_path / "target") == NEW | FOREIGN
+    assert os.path.samefile(".", tmp_path / "target")
+    assert os.listdir(tmp_path) == ["target"]
+
+
+def test_a_new_folder_lets_in_whom_the_old_one_did(tmp_path: Path, way: str) -> None:
+    write(tmp_path / "target", OLD)
+    (tmp_path / "target").chmod(0o2750)
+    before = (tmp_path / "target").stat()
+    save(tmp_path / "target")
+    after = (tmp_path / "target").stat()
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+
+
+def test_a_folder_that_is_not_to_be_written_to_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "target", OLD)
+    monkeypatch.setattr(os, "access", lambda path, mode: (Path(path).name, mode) != ("target", os.W_OK))
+    with pytest.raises(CheckpointError, match="not to be written to"):
+        save(tmp_path / "target")
+    assert read(tmp_path / "target") == OLD
+    assert os.listdir(tmp_path) == ["target"]
+
+
 def test_a_file_in_the_place_of_the_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "target").write_text("precious")
     with pytest.raises(CheckpointError, match="is a file"):

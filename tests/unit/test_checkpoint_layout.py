@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,12 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "spans of one rank only": first("spans", [[[0, 131]]]),
     "a stage that is not there": first("pp_ranks", [5]),
     "no stage": first("pp_ranks", []),
+    "a stage that is no number": first("pp_ranks", [True]),
+    "a span that ends nowhere": first("spans", [[[0, 66]], [[66, math.inf]]]),
+    "a span that ends in a text": first("spans", [[[0, 66]], [[66, "131"]]]),
+    "an alias that is no name": lambda data: data["tensors"][0]["aliases"].__setitem__(1, 3),
+    "an endless file": lambda data: data["files"]["model_tp=0_pp=0.safetensors"].__setitem__("size_bytes", math.inf),
+    "a checksum that is no text": lambda data: data["files"]["model_tp=0_pp=0.safetensors"].__setitem__("xxh3_128", 7),
 }
 
 
@@ -95,7 +102,7 @@ def test_a_damaged_layout_is_an_error_that_names_the_file(tmp_path: Path, damage
     assert error.value.where == str(path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"tp": 2}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"tp": 2}', 10000 * "["])
 def test_something_else_is_an_error_that_names_the_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "layout.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"layout\.json"):

@@ -112,6 +112,27 @@ def test_an_altered_source_is_named_and_nothing_is_left(tmp_path: Path, split: P
     assert sorted(os.listdir(tmp_path)) == ["split"]
 
 
+@pytest.mark.parametrize("serialization", ["safetensors", "torch"])
+@pytest.mark.parametrize("command", ["reshard", "merge"])
+def test_a_tensor_that_the_layout_does_not_list_is_not_lost(
+    tmp_path: Path, split: Path, command: str, serialization: str
+) -> None:
+    words(run("reshard", split, tmp_path / "source", "--tp", 2, "--serialization", serialization))
+    layout = json.loads((tmp_path / "source" / "layout.json").read_text())
+    left_out = layout["tensors"].pop(3)["name"]
+    (tmp_path / "source" / "layout.json").write_text(json.dumps(layout))
+    refused(run(command, tmp_path / "source", tmp_path / "out"), left_out, "not listed", "source")
+    assert sorted(os.listdir(tmp_path)) == ["source", "split"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("command", ["reshard", "merge"])
+def test_a_config_that_is_missing_is_named(tmp_path: Path, split: Path, command: str, name: str) -> None:
+    (split / name).unlink()
+    refused(run(command, split, tmp_path / "out"), "a config is missing", str(split / name))
+    assert sorted(os.listdir(tmp_path)) == ["split"]
+
+
 def test_a_full_disk_is_an_error_that_leaves_the_old_checkpoint(
     tmp_path: Path, split: Path, merged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
