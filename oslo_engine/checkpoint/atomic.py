@@ -10,6 +10,9 @@ the new checkpoint, with step 3 left to ``recover``, which readers and the next 
 Some targets cannot be exchanged (NFS; mount points), and the current folder must not be: who stands in it, as the shell does,
 would be left in the old one. Their files are put in place one by one: the old manifest goes first, the new one comes last, so
 that in between nothing loads, and ``recover`` goes on where it stopped.
+
+Whoever saves holds a lock on its hidden folder, which ends with its process. A second save into the same target is refused
+while the first one lives; what a dead one left is cleared away.
 """
 
 from __future__ import annotations
@@ -67,6 +70,7 @@ ENTRY_POINTS = (
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_ours: dict[Path, int] = {}  # the hidden folders that this process writes into, held open and locked
 _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EBUSY, errno.EXDEV, errno.EOPNOTSUPP)
 
 
@@ -80,7 +84,7 @@ def begin(target: Path) -> Path:
     """Finish or clear away what an earlier save left, and make an empty folder to write into.
 
     Raises:
-        CheckpointError: the target cannot hold a checkpoint.
+        CheckpointError: the target cannot hold a checkpoint, or is being written to.
     """
     if target.exists() and not target.is_dir():
         raise CheckpointError("the place to save to is a file", where=str(target), expected="a folder, or nothing yet")
@@ -92,25 +96,45 @@ def begin(target: Path) -> Path:
         recover(target)
         with _locked(staging.parent):
             if staging.exists():
+                _refuse_if_alive(staging, target)
                 logger.warning("%s: cleared away what a save that did not finish had left", staging)
                 shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir()
+            _ours[staging] = os.open(staging, os.O_RDONLY)
+            _lock_if_free(_ours[staging])
     except OSError as error:
-        raise CheckpointError("cannot write there", where=str(target), got=error.strerror) from None
+        raise CheckpointError("cannot write there", where=str(target), got=str(error)) from None
     return staging
 
 
 def commit(staging: Path, target: Path) -> None:
-    """Put the finished files of ``staging``, which ``begin`` made, in the place of the checkpoint in ``target``."""
-    target = Path(os.path.realpath(target))
+    """Put the finished files of ``staging``, which ``begin`` made, in the place of the checkpoint in ``target``.
+
+    Raises:
+        CheckpointError: another process has written into ``staging``, or what else lay in the target cannot be moved.
+    """
+    _check_ours(staging, target)
+    _put_in_place(staging, Path(os.path.realpath(target)))
+    _let_go(staging)
+
+
+def _put_in_place(staging: Path, target: Path) -> None:
     (staging / EXCHANGED).touch()
     for path in staging.iterdir():
         sync(path)
     sync(staging)
     with _locked(staging.parent):
-        if staging.parent != target and not _is_current(target) and _swap(staging, target):
+        if staging.parent != target and not _must_stay(target) and _swap(staging, target):
             sync(target.parent)
-            _take_over(staging, target)
+            try:
+                _take_over(staging, target)
+            except OSError as error:
+                raise CheckpointError(
+                    "the new checkpoint is in place, but other files that lay there cannot be moved to it",
+                    where=str(target),
+                    got=str(error),
+                    hint=f"see what holds them; the next save or load moves them. They are in {staging}: do not delete it",
+                ) from None
         else:
             (staging / EXCHANGED).unlink()
             (staging / MOVING).write_text(json.dumps(sorted(path.name for path in staging.iterdir())))
@@ -120,12 +144,16 @@ def commit(staging: Path, target: Path) -> None:
 
 
 def abandon(target: Path) -> None:
-    """Clear away what a save that failed has written so far, unless it is in the middle of being put in place."""
+    """Clear away what a save that failed has written so far, unless it is in the middle of being put in place.
+
+    What another process writes there is not touched.
+    """
     target, staging = Path(os.path.realpath(target)), staging_folder(target)
-    if staging.exists():
+    if _is_ours(staging):
         with _locked(staging.parent):
             if not ((target / EXCHANGED).exists() or (staging / MOVING).exists()):
                 shutil.rmtree(staging, ignore_errors=True)
+    _let_go(staging)
 
 
 @contextlib.contextmanager
@@ -176,10 +204,11 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _is_current(folder: Path) -> bool:
+def _must_stay(target: Path) -> bool:
+    """Whether the folder cannot be exchanged with another one: it is the current one, or something is mounted in it."""
     try:
-        return os.path.samefile(folder, os.curdir)
-    except OSError:
+        return os.path.samefile(target, os.curdir) or any(map(os.path.ismount, target.iterdir()))
+    except OSError:  # there is none yet, or no current one any more
         return False
 
 
@@ -189,6 +218,55 @@ def _let_in_whom_it_lets_in(staging: Path, target: Path) -> None:
     with contextlib.suppress(OSError):
         os.chown(staging, of_target.st_uid, of_target.st_gid)
     os.chmod(staging, stat.S_IMODE(of_target.st_mode))
+
+
+def _lock_if_free(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
+
+
+def _refuse_if_alive(staging: Path, target: Path) -> None:
+    descriptor = os.open(staging, os.O_RDONLY)
+    try:
+        if not _lock_if_free(descriptor):
+            raise CheckpointError(
+                "another save into this folder is running",
+                where=str(target),
+                got=f"{staging} is in use",
+                hint="wait until it has ended, or choose another folder",
+            )
+    finally:
+        os.close(descriptor)
+
+
+def _is_ours(staging: Path) -> bool:
+    try:
+        return staging in _ours and os.path.samestat(os.fstat(_ours[staging]), os.stat(staging))
+    except FileNotFoundError:
+        return False
+
+
+def _check_ours(staging: Path, target: Path) -> None:
+    """Where the file system has no locks, another save may have taken the folder for what a dead one left."""
+    if not _is_ours(staging):
+        raise CheckpointError(
+            "another save into this folder has begun meanwhile",
+            where=str(target),
+            got=f"{staging} is not the folder that this save wrote into",
+            hint="save again when the other one has ended",
+        )
+
+
+def _let_go(staging: Path) -> None:
+    if (descriptor := _ours.pop(staging, None)) is not None:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for children that were forked meanwhile
+        os.close(descriptor)
 
 
 def _swap(staging: Path, target: Path) -> bool:

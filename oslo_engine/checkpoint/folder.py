@@ -29,10 +29,11 @@ Progress = Callable[[int, int], None]  # (bytes written, bytes in all)
 
 
 def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
-    """Refuse to write a checkpoint where one is, or where it is read from.
+    """Refuse to write a checkpoint where one is, or where it is read from, or over other files.
 
     Raises:
-        CheckpointError: the target is the source, is a file, or has a checkpoint that was not to be overwritten.
+        CheckpointError: the target is the source, is a file, or has a checkpoint, or a file that is taken over from the source,
+            which was not to be overwritten.
     """
     if os.path.realpath(source) == os.path.realpath(target):
         raise CheckpointError(
@@ -47,6 +48,14 @@ def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
             where=str(target),
             got=", ".join(there[:3]) + (", ..." if len(there) > 3 else ""),
             hint="choose another folder, or allow it to be replaced (--overwrite)",
+        )
+    there = [path.name for path in other_files(source) if (target / path.name).exists()] if source.is_dir() else []
+    if there and not overwrite:
+        raise CheckpointError(
+            "the folder has files that would be replaced",
+            where=str(target),
+            got=", ".join(there[:3]) + (", ..." if len(there) > 3 else ""),
+            hint="choose another folder, or allow it (--overwrite)",
         )
 
 
@@ -111,8 +120,8 @@ def replacing(
         verification.so_far()
 
     try:
+        staging = begin(target)
         with abandoned_on_error(target):
-            staging = begin(target)
             for path in rest:
                 shutil.copyfile(path, staging / path.name)
             yield staging, written

@@ -170,7 +170,7 @@ def read_layout(path: Path) -> Layout:
         raise CheckpointError("cannot read the layout of a split checkpoint", where=str(path), got=str(error)) from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise CheckpointError("this is not the layout of a split checkpoint", where=str(path), expected=f'"format": "{FORMAT}"')
-    if data.get("version") != VERSION:
+    if type(data.get("version")) is not int or data["version"] != VERSION:
         raise CheckpointError(
             "the layout has a version that this oslo_engine does not know",
             where=str(path),

@@ -17,7 +17,9 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from oslo_engine.checkpoint.folder import Progress, Verification, check_target, model_of, other_files, replacing
+from oslo_engine.checkpoint.atomic import MANIFEST
+from oslo_engine.checkpoint.checksums import record_of
+from oslo_engine.checkpoint.folder import CONFIG, Progress, Verification, check_target, model_of, other_files, replacing
 from oslo_engine.checkpoint.layout import Layout
 from oslo_engine.checkpoint.names import Recipe, recipes_for_saving
 from oslo_engine.checkpoint.safetensors_io import SafetensorsWriter, TensorSpec, size_of_file, write_order
@@ -26,6 +28,8 @@ from oslo_engine.checkpoint.source import open_source
 from oslo_engine.checkpoint.split import SplitSource
 from oslo_engine.checkpoint.stream import Copier, whole_into
 from oslo_engine.errors import CheckpointError
+from oslo_engine.rewrite.planning import plan_model
+from oslo_engine.topology import Topology
 
 
 def merge(
@@ -59,6 +63,7 @@ def merge(
         raise CheckpointError("this checkpoint is not split", where=str(split_folder), hint="copy it, or split it first")
     source.check_configs()
     source.open_all()
+    _check_config(source)
     merged = Merged(source, max_shard_size=max_shard_size)
     rest = other_files(split_folder)
     sizes = merged.sizes() | {path.name: path.stat().st_size for path in rest}
@@ -70,6 +75,29 @@ def merge(
         ):
             merged.write(staging, written)
     return sizes
+
+
+def _check_config(source: SplitSource) -> None:
+    """That a config which was edited since still describes what was saved: with it the merged form will be loaded."""
+    path, record = source.folder / CONFIG, source.layout.configs.get(CONFIG)
+    if not path.is_file() or record == record_of(path):
+        return
+    model = model_of(source.folder, source)
+    wanted = {
+        frozenset(tensor.aliases): tensor.shape
+        for tensor in plan_model(model, None, Topology()).plan.tensors
+        if tensor.persistent
+    }
+    found = {frozenset(tensor.aliases): tensor.shape for tensor in source.layout.tensors}
+    if wanted != found:
+        names, shape = min((set(wanted.items()) ^ set(found.items())), key=lambda item: sorted(item[0]))
+        raise CheckpointError(
+            "the config was edited, and is one of another model than was saved",
+            where=str(path),
+            expected=f"tensors, shapes and ties as in {MANIFEST}",
+            got=f"{' = '.join(sorted(names))}, {shape}: only in the " + ("model" if names in wanted else "checkpoint"),
+            hint="put the config back, or first make a split checkpoint of this model: oslo-engine checkpoint reshard",
+        )
 
 
 class Merged:
@@ -90,6 +118,8 @@ class Merged:
         self._source, self._maker = source, _Maker(source, recipes, skeleton)
         stand_ins = {name: torch.empty(spec.shape, dtype=spec.dtype, device=META) for name, spec in self.specs.items()}
         try:
+            if max_shard_size == 0 or str(max_shard_size).startswith("-"):
+                raise ValueError("it must be positive")
             self._shards = split_torch_state_dict_into_shards(
                 stand_ins, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
             )

@@ -111,8 +111,9 @@ def _plan(model: PreTrainedModel, policy: Policy | None, topology: Topology, exp
 
 
 def _layout(source: TensorSource, model: PreTrainedModel, layout: Layout) -> Layout:
-    """With the names in a merged checkpoint: as a save finds them, or those that the source has, if it is split."""
-    if not isinstance(source, SplitSource):
+    """With the names in a merged checkpoint: as a save finds them, or those that the source has, if it is split alike."""
+    ties = {tensor.aliases for tensor in layout.tensors}
+    if not isinstance(source, SplitSource) or any(tensor.aliases not in ties for tensor in source.layout.tensors):
         return with_merged_names(layout, model)
     known = {alias: tensor for tensor in source.layout.tensors for alias in tensor.aliases}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,8 @@ from oslo_engine.plan.plan import TensorPlan
 from oslo_engine.rewrite.state import ParallelState, parallel_state, parallelized
 
 logger = logging.getLogger(__name__)
+
+GENERATORS = "generators"
 
 
 def load_training(
@@ -84,29 +87,40 @@ def _open_and_load(folder: Path, whole: Any, optimizer: torch.optim.Optimizer | 
     together(open_all, what="opening the checkpoint")
     for source in sources:
         verify_source(source)
-    together(lambda: _load(folder, record, sources, whole, state, optimizer, objects), what="loading the training")
+    packed: dict[str, Any] = {}
+    together(lambda: packed.update(_read_packed_files(folder, record, state)), what="loading the training")
+    together(lambda: _load(folder, record, packed, sources, whole, state, optimizer, objects), what="loading the training")
+
+
+def _read_packed_files(folder: Path, record: Mapping[str, Any], state: ParallelState) -> dict[str, Any]:
+    """What is not in the form of a split checkpoint; of the generators those of this rank, and only at their own layout."""
+    names = {OBJECTS: OBJECTS}
+    if record["layout"] == {axis: state.plan.topology.size(axis) for axis in ("tp", "pp", "dp")}:
+        names[GENERATORS] = f"random_rank={global_rank()}.pt"
+    for name in names.values():
+        check_file(folder / name, record)
+    return {kind: torch.load(folder / name, map_location="cpu", weights_only=True) for kind, name in names.items()}
 
 
 def _load(
     folder: Path,
     record: Mapping[str, Any],
+    packed: Mapping[str, Any],
     sources: Sequence[SplitSource],
     model: PreTrainedModel,
     state: ParallelState,
     optimizer: torch.optim.Optimizer | None,
     objects: Mapping[str, Any],
 ) -> None:
-    saved = _read_packed(folder / OBJECTS, record)
-    same_layout = record["layout"] == {axis: state.plan.topology.size(axis) for axis in ("tp", "pp", "dp")}
-    generators = _read_packed(folder / f"random_rank={global_rank()}.pt", record) if same_layout else None
+    saved = packed[OBJECTS]
     _copy_weights(folder, sources[0], model, state)
     if optimizer is not None:
         _fill(optimizer, sources[1], saved, model, state)
     for name, each in objects.items():
         each.load_state_dict(saved["objects"][name])
     state.streams.seed, state.streams.step = record["random"]["seed"], record["random"]["step"]
-    if generators is not None:
-        _set_generators(generators, state)
+    if GENERATORS in packed:
+        _set_generators(packed[GENERATORS], state)
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -118,9 +132,13 @@ def read_record(folder: Path) -> dict[str, Any]:
     path = folder / RECORD
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
         raise CheckpointError(
             "there is no training to go on with", where=str(path), got=str(error), hint="save it with oslo.save_training"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            "the record of the training is damaged", where=str(path), got=str(error), hint="copy the checkpoint again"
         ) from None
     if not isinstance(record, dict) or (record.get("format"), record.get("version")) != (FORMAT, VERSION):
         raise CheckpointError(
@@ -132,6 +150,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     try:
         record["files"] = {name: FileRecord.from_json(entry) for name, entry in record["files"].items()}
         _require_forms(record)
+        _require_files(folder, record)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             "the record of the training is damaged",
@@ -143,10 +162,23 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def _require_forms(record: Mapping[str, Any]) -> None:
-    numbers = [*(record["layout"][axis] for axis in ("tp", "pp", "dp")), record["random"]["seed"], record["random"]["step"]]
+    sizes = [record["layout"][axis] for axis in ("tp", "pp", "dp")]
+    numbers = [*sizes, record["random"]["seed"], record["random"]["step"]]
     texts = [*record["objects"], *([] if record["optimizer"] is None else [record["optimizer"]])]
-    for wrong in [value for value in numbers if type(value) is not int] + [value for value in texts if type(value) is not str]:
-        raise ValueError(f"{wrong!r} cannot be right")
+    wrong = [number for number in numbers if type(number) is not int] + [text for text in texts if type(text) is not str]
+    wrong = wrong or [size for size in sizes if size < 1] or [step for step in [record["random"]["step"]] if step < 0]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} cannot be right")
+
+
+def _require_files(folder: Path, record: Mapping[str, Any]) -> None:
+    """One file of generators for each rank, and none that was left over by another training."""
+    ranks = range(math.prod(record["layout"].values()))
+    listed = {OBJECTS, *(f"random_rank={rank}.pt" for rank in ranks), *([] if record["optimizer"] is None else [OPTIMIZER])}
+    if set(record["files"]) != listed:
+        raise ValueError(f"files are {sorted(record['files'])}")
+    if left := sorted({path.name for path in folder.glob("random_rank=*.pt")} - listed):
+        raise ValueError(f"{left[0]} is there, which is not listed")
 
 
 def _check_asked(folder: Path, record: Mapping[str, Any], optimizer: Any, objects: Mapping[str, Any]) -> None:
@@ -183,11 +215,6 @@ def check_file(path: Path, record: Mapping[str, Any], *, thorough: bool = False)
     if wanted is None:
         raise CheckpointError("a file of the training is missing", where=str(path), expected=f"listed in {RECORD}")
     check_unaltered(path, wanted, "a file of the training", thorough=thorough)
-
-
-def _read_packed(path: Path, record: Mapping[str, Any]) -> Any:
-    check_file(path, record)
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _copy_weights(folder: Path, source: SplitSource, model: PreTrainedModel, state: ParallelState) -> None:

@@ -12,8 +12,18 @@ from oslo_engine.errors import CheckpointError, OsloError
 
 checkpoint = typer.Typer(name="checkpoint", help="Convert and check checkpoints, in one process.", no_args_is_help=True)
 
-Source = Annotated[Path, typer.Argument(metavar="SRC", help="Folder of a checkpoint, with its config.json.")]
-Target = Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")]
+
+def _folder(text: str) -> Path:
+    """Of a variable that is not set, the shell makes an empty argument, which would be the current folder."""
+    if not text:
+        raise typer.BadParameter("it is empty; the current folder is .")
+    return Path(text)
+
+
+WITH_CONFIG = "Folder of a checkpoint, with its config.json."
+Source = Annotated[Path, typer.Argument(metavar="SRC", parser=_folder, help=WITH_CONFIG)]
+Target = Annotated[Path, typer.Argument(metavar="DST", parser=_folder, help="Folder to write.")]
+Checked = Annotated[Path, typer.Argument(metavar="FOLDER", parser=_folder, help=WITH_CONFIG)]
 Tp = Annotated[int, typer.Option(help="Tensor-parallel size.")]
 Pp = Annotated[int, typer.Option(help="Pipeline-parallel size.")]
 Files = Annotated[str, typer.Option(help="safetensors, or torch for pytorch_model_tp=?_pp=?.bin.")]
@@ -94,7 +104,7 @@ def merge(
 
 
 @checkpoint.command()
-def verify(folder: Annotated[Path, typer.Argument(help="Folder of a checkpoint, with its config.json.")]) -> None:
+def verify(folder: Checked) -> None:
     """Check that a checkpoint is whole: all files, their checksums if it is split, names and shapes by its config's model.
 
     Exit code: 0, 1 if something is wrong, 2 if there is no such folder.
@@ -115,7 +125,7 @@ def verify(folder: Annotated[Path, typer.Argument(help="Folder of a checkpoint, 
 
 
 @checkpoint.command()
-def info(folder: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")]) -> None:
+def info(folder: Checked) -> None:
     """What a checkpoint is: its form and layout, model and policy, files and tensors. Only headers are read.
 
     Exit code: 0, 2 for bad input.

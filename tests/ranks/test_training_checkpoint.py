@@ -203,10 +203,12 @@ class WithLocalFunction(WithFunction):
 
 
 def complaint_about(folder: Path, what: str) -> str:
-    """Save, then do something wrong; what was raised."""
+    """Save, then do something wrong; what was raised. A file that is damaged changes nothing in the model."""
     run = Run("gpt2", 2, 1)
     run.steps(1)
     run.save(folder)
+    run.steps(1)
+    before = [parameter.detach().clone() for parameter in run.model.parameters()]
     dist.barrier()
     if dist.get_rank() == 0:
         spoil(folder, what)
@@ -240,6 +242,8 @@ def complaint_about(folder: Path, what: str) -> str:
         else:
             run.load(folder)
     except OsloError as error:
+        if what.startswith("altered "):
+            assert all(map(torch.equal, before, run.model.parameters()))
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -253,6 +257,13 @@ def spoil(folder: Path, what: str) -> None:
     elif what == "damaged record":
         record = json.loads((folder / "training.json").read_text())
         (folder / "training.json").write_text(json.dumps({**record, "layout": {"tp": 1}}))
+    elif what == "no json":
+        (folder / "training.json").write_text("{")
+    elif what == "negative step":
+        record = json.loads((folder / "training.json").read_text())
+        (folder / "training.json").write_text(json.dumps({**record, "random": {"seed": 0, "step": -5}}))
+    elif what == "left over":
+        shutil.copy(folder / "random_rank=0.pt", folder / "random_rank=9.pt")
     elif what == "endless file":
         record = json.loads((folder / "training.json").read_text())
         record["files"]["objects.pt"]["size_bytes"] = float("inf")
@@ -285,6 +296,9 @@ def spoil(folder: Path, what: str) -> None:
         ("no record", "no training to go on with"),
         ("version", "another version"),
         ("damaged record", "the record of the training is damaged"),
+        ("no json", "the record of the training is damaged"),
+        ("negative step", "the record of the training is damaged"),
+        ("left over", "random_rank=9.pt"),
         ("endless file", "the record of the training is damaged"),
         *((f"altered {file}", file) for file in ALTERED),
         ("missing", "optimizer_tp=1_pp=0.safetensors"),

@@ -131,6 +131,90 @@ def test_a_folder_that_is_not_to_be_written_to_stays_as_it_is(tmp_path: Path, mo
     assert os.listdir(tmp_path) == ["target"]
 
 
+def test_a_folder_in_which_something_is_mounted_stays_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "target"
+    write(target, OLD | FOREIGN)
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "runs")
+    before = target.stat().st_ino
+    save(target)
+    assert target.stat().st_ino == before
+    assert read(target) == NEW | FOREIGN
+
+
+def test_files_that_cannot_be_moved_are_told_and_moved_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "target"
+    write(target, OLD | FOREIGN)
+    real = os.rename
+
+    def held(source: Path, destination: Path) -> None:
+        if Path(source).name == "README.md":
+            raise OSError(errno.EPERM, "Operation not permitted", str(source))
+        real(source, destination)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", held)
+        with pytest.raises(CheckpointError, match="in place") as error, abandoned_on_error(target):
+            save(target)
+        assert str(staging_folder(target)) in str(error.value.hint)
+        with pytest.raises(CheckpointError, match=r"README\.md"):
+            begin(target)
+    assert checkpoint_in(target) == NEW
+    recover(target)
+    assert read(target) == NEW | FOREIGN
+
+
+# -- two saves at once
+
+
+class Other:
+    """Another process, which begins a save and ends it when it is told."""
+
+    def __init__(self, target: Path) -> None:
+        begun, self._go = os.pipe(), os.pipe()
+        self._child = os.fork()
+        if self._child == 0:
+            lose_locks()
+            os.close(self._go[1])  # so that it ends with its parent
+            staging = begin(target)
+            write(staging, NEW)
+            os.write(begun[1], b"1")
+            os.read(self._go[0], 1)
+            commit(staging, target)
+            os._exit(0)
+        os.read(begun[0], 1)
+
+    def end(self) -> None:
+        os.write(self._go[1], b"1")
+        assert os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1]) == 0
+
+
+def test_a_second_save_into_a_folder_is_refused_while_the_first_one_lives(tmp_path: Path, way: str) -> None:
+    target = tmp_path / "target"
+    write(target, OLD)
+    other = Other(target)
+    with pytest.raises(CheckpointError, match="another save into this folder is running"), abandoned_on_error(target):
+        begin(target)
+    other.end()
+    assert read(target) == NEW
+    save(target, OLD)
+    assert read(target) == OLD
+
+
+def test_without_locks_only_who_began_last_puts_its_files_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(atomic.fcntl, "flock", no_locks)
+    target = tmp_path / "target"
+    staging = begin(target)
+    other = Other(target)
+    with pytest.raises(CheckpointError, match="begun meanwhile"), abandoned_on_error(target):
+        commit(staging, target)
+    assert not target.exists()
+    other.end()
+    assert read(target) == NEW
+
+
 def test_a_file_in_the_place_of_the_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "target").write_text("precious")
     with pytest.raises(CheckpointError, match="is a file"):
@@ -176,12 +260,19 @@ def killed_before(step: int, action: Callable[[], None], die: Callable[[], None]
         try:
             action()
         except Killed:
+            lose_locks()
             return True
     return False
 
 
 def raise_killed() -> None:
     raise Killed
+
+
+def lose_locks() -> None:
+    """As the end of a process does."""
+    for staging in list(atomic._ours):
+        atomic._let_go(staging)
 
 
 def test_a_process_that_is_gone_leaves_no_lock_and_no_half_checkpoint(tmp_path: Path) -> None:
@@ -271,6 +362,7 @@ def test_a_first_save_that_was_killed_leaves_nothing_that_loads(tmp_path: Path) 
     write(staging, NEW)
     with pytest.raises(CheckpointError, match="no such checkpoint"):
         open_source(tmp_path / "target")
+    lose_locks()
     assert begin(tmp_path / "target") == staging
     assert read(staging) == {}
 

@@ -60,6 +60,7 @@ def first(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
 DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "another format": lambda data: data.__setitem__("format", "something"),
     "a later version": lambda data: data.__setitem__("version", 2),
+    "a version that is no number": lambda data: data.__setitem__("version", True),
     "no tp": lambda data: data.pop("tp"),
     "tp 0": lambda data: data.__setitem__("tp", 0),
     "another tp": lambda data: data.__setitem__("tp", 3),

@@ -79,6 +79,17 @@ class Folders:
         assert [name for name in right if found[name] != right[name]] == [], f"{source} to {target}"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_that_was_edited_and_still_fits_does_not_hinder_a_merge(tmp_path: Path, kind: str) -> None:
+    model = tiny(kind)
+    model.save_pretrained(tmp_path / "merged")
+    reshard(tmp_path / "merged", tmp_path / "split", tp=2, pp=2)
+    config = json.loads((tmp_path / "split" / "config.json").read_text())
+    (tmp_path / "split" / "config.json").write_text(json.dumps(config | {"bos_token_id": 3}))
+    merge(tmp_path / "split", tmp_path / "out")
+    assert weights(tmp_path / "out") == weights(tmp_path / "merged")
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return Folders(tmp_path_factory.mktemp(request.param), tiny(request.param))

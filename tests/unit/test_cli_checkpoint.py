@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig
+from transformers import BertConfig, GPT2LMHeadModel
 from typer.testing import CliRunner, Result
 
 from oslo_engine.cli import output
@@ -131,6 +131,55 @@ def test_a_config_that_is_missing_is_named(tmp_path: Path, split: Path, command:
     (split / name).unlink()
     refused(run(command, split, tmp_path / "out"), "a config is missing", str(split / name))
     assert sorted(os.listdir(tmp_path)) == ["split"]
+
+
+def test_an_edited_config_may_not_describe_another_model(tmp_path: Path, split: Path) -> None:
+    config = json.loads((split / "config.json").read_text())
+    for edited in ({"tie_word_embeddings": False}, {"n_layer": 1}, {"vocab_size": 7}):
+        (split / "config.json").write_text(json.dumps(config | edited))
+        refused(run("merge", split, tmp_path / "out"), "the config was edited", str(split / "config.json"), "reshard")
+    (split / "config.json").write_text(json.dumps(config)[:100])
+    refused(run("merge", split, tmp_path / "out"), "config cannot be read")
+    (split / "config.json").write_text(json.dumps(config | {"resid_pdrop": 0.5}))
+    words(run("merge", split, tmp_path / "out"))
+    assert GPT2LMHeadModel.from_pretrained(tmp_path / "out").config.resid_pdrop == 0.5
+
+
+def test_what_is_tied_no_more_is_written_twice(tmp_path: Path, split: Path) -> None:
+    config = json.loads((split / "config.json").read_text())
+    (split / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    words(run("reshard", split, tmp_path / "untied", "--tp", 2))
+    words(run("merge", tmp_path / "untied", tmp_path / "out"))
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(tensors["lm_head.weight"], tensors["transformer.wte.weight"])
+    assert run("verify", tmp_path / "out").exit_code == 0
+
+
+def test_a_file_of_the_user_is_only_replaced_if_asked(tmp_path: Path, split: Path) -> None:
+    (split / "tokenizer.json").write_text("of the checkpoint")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tokenizer.json").write_text("mine")
+    for command in ("reshard", "merge"):
+        refused(run(command, split, tmp_path / "out"), "would be replaced", "tokenizer.json", "--overwrite")
+    assert files(tmp_path / "out").keys() == {"tokenizer.json"}
+    words(run("merge", split, tmp_path / "out", "--overwrite"))
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "of the checkpoint"
+
+
+@pytest.mark.parametrize("command", ["split", "reshard", "merge"])
+def test_an_empty_argument_is_not_the_current_folder(tmp_path: Path, split: Path, command: str) -> None:
+    for folders in ((split, ""), ("", tmp_path / "out")):
+        ran = run(command, *folders)
+        assert ran.exit_code == 2
+        assert "it is empty" in ran.output
+    for checking in ("verify", "info"):
+        assert "it is empty" in run(checking, "").output
+
+
+def test_a_size_of_files_is_positive(tmp_path: Path, split: Path) -> None:
+    for size in ("-5GB", "0", "some"):
+        refused(run("merge", split, tmp_path / "out", f"--max-shard-size={size}"), "no such size of files", size)
+    words(run("merge", split, tmp_path / "out", "--max-shard-size=0.5GB"))
 
 
 def test_a_full_disk_is_an_error_that_leaves_the_old_checkpoint(
