@@ -194,6 +194,7 @@ def read_layout(path: Path) -> Layout:
         _require(layout.stem.isidentifier(), f"stem {layout.stem!r}")
         names = [alias for tensor in layout.tensors for alias in tensor.aliases]
         _require(len(names) == len(set(names)), "a name stands for two tensors")
+        _require(len(layout.files) == layout.tp * layout.pp, f"tp={layout.tp}, pp={layout.pp}, {len(layout.files)} files")
         _require(set(layout.files) == set(layout.file_names()), f"files are {sorted(layout.files)}")
         _require(set(layout.configs) <= set(CONFIGS), f"configs are {sorted(layout.configs)}")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

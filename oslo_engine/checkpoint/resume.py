@@ -173,8 +173,14 @@ def _require_forms(record: Mapping[str, Any]) -> None:
 
 def _require_files(folder: Path, record: Mapping[str, Any]) -> None:
     """One file of generators for each rank, and none that was left over by another training."""
-    ranks = range(math.prod(record["layout"].values()))
-    listed = {OBJECTS, *(f"random_rank={rank}.pt" for rank in ranks), *([] if record["optimizer"] is None else [OPTIMIZER])}
+    ranks = math.prod(record["layout"][axis] for axis in ("tp", "pp", "dp"))
+    if ranks > len(record["files"]):
+        raise ValueError(f"{ranks} ranks, {len(record['files'])} files")
+    listed = {
+        OBJECTS,
+        *(f"random_rank={rank}.pt" for rank in range(ranks)),
+        *([] if record["optimizer"] is None else [OPTIMIZER]),
+    }
     if set(record["files"]) != listed:
         raise ValueError(f"files are {sorted(record['files'])}")
     if left := sorted({path.name for path in folder.glob("random_rank=*.pt")} - listed):

@@ -262,6 +262,9 @@ def spoil(folder: Path, what: str) -> None:
     elif what == "negative step":
         record = json.loads((folder / "training.json").read_text())
         (folder / "training.json").write_text(json.dumps({**record, "random": {"seed": 0, "step": -5}}))
+    elif what == "endless ranks":
+        record = json.loads((folder / "training.json").read_text())
+        (folder / "training.json").write_text(json.dumps({**record, "layout": {"tp": 2, "pp": 1, "dp": 10**30}}))
     elif what == "left over":
         shutil.copy(folder / "random_rank=0.pt", folder / "random_rank=9.pt")
     elif what == "endless file":
@@ -298,6 +301,7 @@ def spoil(folder: Path, what: str) -> None:
         ("damaged record", "the record of the training is damaged"),
         ("no json", "the record of the training is damaged"),
         ("negative step", "the record of the training is damaged"),
+        ("endless ranks", "the record of the training is damaged"),
         ("left over", "random_rank=9.pt"),
         ("endless file", "the record of the training is damaged"),
         *((f"altered {file}", file) for file in ALTERED),

@@ -82,6 +82,7 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "spans of one rank only": first("spans", [[[0, 131]]]),
     "a stage that is not there": first("pp_ranks", [5]),
     "no stage": first("pp_ranks", []),
+    "endless stages": lambda data: data.__setitem__("pp", 10**30),
     "a stage that is no number": first("pp_ranks", [True]),
     "a span that ends nowhere": first("spans", [[[0, 66]], [[66, math.inf]]]),
     "a span that ends in a text": first("spans", [[[0, 66]], [[66, "131"]]]),
