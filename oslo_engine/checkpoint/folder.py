@@ -95,20 +95,20 @@ class Verification:
 
 @contextlib.contextmanager
 def replacing(
-    target: Path, verification: Verification, rest: list[Path], num_bytes: int, progress: Progress | None
+    source: Path, target: Path, verification: Verification, num_bytes: int, progress: Progress | None, *, overwrite: bool
 ) -> Iterator[tuple[Path, Callable[[int], None]]]:
     """A folder to write a new checkpoint into, which is put in place at the end, if the source proves to be unaltered.
 
     Args:
         verification: of the source.
-        rest: files to be taken over as they are.
         num_bytes: of all tensors that will be written.
+        overwrite: see ``check_target``.
 
     Returns:
         (the folder, what must be told of bytes that were written; it raises what was found so far: no need to go on)
 
     Raises:
-        CheckpointError: the source was altered, or the target cannot be written (a full disk).
+        CheckpointError: the source was altered, or the target cannot be written (a full disk, another save).
     """
     done = 0
 
@@ -122,7 +122,8 @@ def replacing(
     try:
         staging = begin(target)
         with abandoned_on_error(target):
-            for path in rest:
+            check_target(source, target, overwrite=overwrite)  # another process may have written there meanwhile
+            for path in other_files(source):
                 shutil.copyfile(path, staging / path.name)
             yield staging, written
             verification.end()

@@ -71,7 +71,7 @@ def merge(
         num_bytes = sum(spec.num_bytes for spec in merged.specs.values())
         with (
             Verification(source) as verification,
-            replacing(out_folder, verification, rest, num_bytes, progress) as (staging, written),
+            replacing(split_folder, out_folder, verification, num_bytes, progress, overwrite=overwrite) as (staging, written),
         ):
             merged.write(staging, written)
     return sizes

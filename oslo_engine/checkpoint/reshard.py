@@ -99,7 +99,8 @@ def reshard(
         specs = _specs_of(layout)
         if verification is not None:
             num_bytes = sum(map(_bytes_in, specs.values()))
-            staging, written = stack.enter_context(replacing(out_folder, verification, rest, num_bytes, progress))
+            place = replacing(source_folder, out_folder, verification, num_bytes, progress, overwrite=overwrite)
+            staging, written = stack.enter_context(place)
             _write(layout, values, staging, Copier(source, written))
     files = {name: size_of_file(each) if serialization == "safetensors" else _bytes_in(each) for name, each in specs.items()}
     return files | {path.name: path.stat().st_size for path in rest}

@@ -166,6 +166,25 @@ def test_a_file_of_the_user_is_only_replaced_if_asked(tmp_path: Path, split: Pat
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "of the checkpoint"
 
 
+def test_a_checkpoint_that_appears_meanwhile_is_only_replaced_if_asked(
+    tmp_path: Path, split: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from oslo_engine.checkpoint import folder
+
+    real = folder.begin
+
+    def late(target: Path) -> Path:
+        target.mkdir()
+        (target / "model.safetensors").write_text("another's")
+        return real(target)
+
+    monkeypatch.setattr(folder, "begin", late)
+    for number, command in enumerate(("reshard", "merge")):
+        refused(run(command, split, tmp_path / str(number)), "has a checkpoint already")
+        assert files(tmp_path / str(number)) == {"model.safetensors": b"another's"}
+    assert sorted(os.listdir(tmp_path)) == ["0", "1", "split"]
+
+
 @pytest.mark.parametrize("command", ["split", "reshard", "merge"])
 def test_an_empty_argument_is_not_the_current_folder(tmp_path: Path, split: Path, command: str) -> None:
     for folders in ((split, ""), ("", tmp_path / "out")):
