@@ -247,7 +247,7 @@ def _refuse_if_alive(staging: Path, target: Path) -> None:
 def _is_ours(staging: Path) -> bool:
     try:
         return staging in _ours and os.path.samestat(os.fstat(_ours[staging]), os.stat(staging))
-    except FileNotFoundError:
+    except OSError:  # gone, or gone stale
         return False
 
 
