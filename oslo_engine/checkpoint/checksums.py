@@ -88,17 +88,19 @@ def check_unaltered(path: Path, record: FileRecord, what: str, *, thorough: bool
     """
     if not path.is_file():
         raise CheckpointError(f"{what} is missing", where=str(path), expected=f"{record.size_bytes} bytes", hint=hint)
+    if (difference := find_difference(path, record, thorough=thorough)) is not None:
+        expected, got = difference
+        raise CheckpointError(f"{what} was altered after it was saved", where=str(path), expected=expected, got=got, hint=hint)
+
+
+def find_difference(path: Path, record: FileRecord, *, thorough: bool = False) -> tuple[str, str] | None:
+    """What a file should be and what it is, where it is not what its record says. See ``check_unaltered``."""
     there = [name for name in ALGORITHMS if getattr(record, name) is not None]
     checksums = _read(path, Checksums(there if thorough else there[:1]))
     for name, value in checksums.values().items():
         if value != getattr(record, name):
-            raise CheckpointError(
-                f"{what} was altered after it was saved",
-                where=str(path),
-                expected=f"{name} {getattr(record, name)}",
-                got=str(value),
-                hint=hint,
-            )
+            return f"{name} {getattr(record, name)}", str(value)
+    return None
 
 
 def _read(path: Path, checksums: Checksums) -> Checksums:

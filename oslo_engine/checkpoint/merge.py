@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oslo_engine.checkpoint.atomic import MANIFEST
-from oslo_engine.checkpoint.checksums import record_of
+from oslo_engine.checkpoint.checksums import find_difference
 from oslo_engine.checkpoint.folder import CONFIG, Progress, Verification, check_target, model_of, other_files, replacing
 from oslo_engine.checkpoint.layout import Layout
 from oslo_engine.checkpoint.names import Recipe, recipes_for_saving
@@ -80,7 +80,7 @@ def merge(
 def _check_config(source: SplitSource) -> None:
     """That a config which was edited since still describes what was saved: with it the merged form will be loaded."""
     path, record = source.folder / CONFIG, source.layout.configs.get(CONFIG)
-    if not path.is_file() or record == record_of(path):
+    if not path.is_file() or (record is not None and find_difference(path, record) is None):
         return
     model = model_of(source.folder, source)
     wanted = {
