@@ -27,6 +27,7 @@ from oslo_engine.checkpoint.split import SplitSource
 from oslo_engine.checkpoint.tensors import TensorSource
 from oslo_engine.checkpoint.training import (
     FORMAT,
+    GENERATORS,
     OBJECTS,
     OPTIMIZER,
     RECORD,
@@ -41,8 +42,6 @@ from oslo_engine.plan.plan import TensorPlan
 from oslo_engine.rewrite.state import ParallelState, parallel_state, parallelized
 
 logger = logging.getLogger(__name__)
-
-GENERATORS = "generators"
 
 
 def load_training(
@@ -96,7 +95,7 @@ def _read_packed_files(folder: Path, record: Mapping[str, Any], state: ParallelS
     """What is not in the form of a split checkpoint; of the generators those of this rank, and only at their own layout."""
     names = {OBJECTS: OBJECTS}
     if record["layout"] == {axis: state.plan.topology.size(axis) for axis in ("tp", "pp", "dp")}:
-        names[GENERATORS] = f"random_rank={global_rank()}.pt"
+        names[GENERATORS] = GENERATORS.format(rank=global_rank())
     for name in names.values():
         check_file(folder / name, record)
     return {kind: torch.load(folder / name, map_location="cpu", weights_only=True) for kind, name in names.items()}
@@ -162,13 +161,14 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def _require_forms(record: Mapping[str, Any]) -> None:
-    sizes = [record["layout"][axis] for axis in ("tp", "pp", "dp")]
-    numbers = [*sizes, record["random"]["seed"], record["random"]["step"]]
     texts = [*record["objects"], *([] if record["optimizer"] is None else [record["optimizer"]])]
-    wrong = [number for number in numbers if type(number) is not int] + [text for text in texts if type(text) is not str]
-    wrong = wrong or [size for size in sizes if size < 1] or [step for step in [record["random"]["step"]] if step < 0]
-    if wrong:
-        raise ValueError(f"{wrong[0]!r} cannot be right")
+    right = [
+        *(type(text) is str for text in texts),
+        *(type(size) is int and size > 0 for size in (record["layout"][axis] for axis in ("tp", "pp", "dp"))),
+        *(type(record["random"][key]) is int for key in ("seed", "step")),
+    ]
+    if not all(right) or record["random"]["step"] < 0:
+        raise ValueError(f"{ {key: record[key] for key in ('layout', 'random', 'optimizer', 'objects')} } cannot be right")
 
 
 def _require_files(folder: Path, record: Mapping[str, Any]) -> None:
@@ -178,12 +178,12 @@ def _require_files(folder: Path, record: Mapping[str, Any]) -> None:
         raise ValueError(f"{ranks} ranks, {len(record['files'])} files")
     listed = {
         OBJECTS,
-        *(f"random_rank={rank}.pt" for rank in range(ranks)),
+        *(GENERATORS.format(rank=rank) for rank in range(ranks)),
         *([] if record["optimizer"] is None else [OPTIMIZER]),
     }
     if set(record["files"]) != listed:
         raise ValueError(f"files are {sorted(record['files'])}")
-    if left := sorted({path.name for path in folder.glob("random_rank=*.pt")} - listed):
+    if left := sorted({path.name for path in folder.glob(GENERATORS.format(rank="*"))} - listed):
         raise ValueError(f"{left[0]} is there, which is not listed")
 
 
@@ -217,10 +217,7 @@ def check_file(path: Path, record: Mapping[str, Any], *, thorough: bool = False)
     Raises:
         CheckpointError: it is missing or was altered.
     """
-    wanted = record["files"].get(path.name)
-    if wanted is None:
-        raise CheckpointError("a file of the training is missing", where=str(path), expected=f"listed in {RECORD}")
-    check_unaltered(path, wanted, "a file of the training", thorough=thorough)
+    check_unaltered(path, record["files"][path.name], "a file of the training", thorough=thorough)
 
 
 def _copy_weights(folder: Path, source: SplitSource, model: PreTrainedModel, state: ParallelState) -> None:

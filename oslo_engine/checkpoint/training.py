@@ -46,6 +46,7 @@ from oslo_engine.rewrite.state import ParallelState, parallel_state, parallelize
 
 FORMAT, VERSION = "oslo_engine training state", 1
 RECORD, OPTIMIZER, OBJECTS = "training.json", f"{STEM}.json", "objects.pt"
+GENERATORS = "random_rank={rank}.pt"
 WHAT = "saving the training"
 
 
@@ -144,7 +145,7 @@ class _Job:
         if self.optimizer is not None:
             layout, read = self.optimizer
             self.optimizer = (write_parts(layout, self.state, folder, read, group=group), read)
-        mine = {f"random_rank={global_rank()}.pt": self.generators} | ({OBJECTS: self.objects} if leads(self.state) else {})
+        mine = {GENERATORS.format(rank=global_rank()): self.generators} | ({OBJECTS: self.objects} if leads(self.state) else {})
         written = together(lambda: _write_files(folder, mine), what=WHAT, group=group)
         files = {name: record for of_rank in written for name, record in of_rank.items()}
         self.record["files"] = {name: dataclasses.asdict(record) for name, record in files.items()}

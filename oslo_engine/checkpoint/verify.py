@@ -12,7 +12,7 @@ from oslo_engine.checkpoint.source import open_source
 from oslo_engine.checkpoint.split import SplitSource
 from oslo_engine.checkpoint.supply import Supplier, supplies_for
 from oslo_engine.checkpoint.tensors import TensorSource
-from oslo_engine.checkpoint.training import OBJECTS, OPTIMIZER, RECORD
+from oslo_engine.checkpoint.training import GENERATORS, OBJECTS, OPTIMIZER, RECORD
 from oslo_engine.rewrite.planning import plan_model
 from oslo_engine.topology import Topology
 
@@ -65,7 +65,7 @@ def _check_configs(source: SplitSource) -> None:
 
 def _open_training(folder: Path) -> list[SplitSource]:
     """What a training keeps in the form of a split checkpoint, its optimizer; its other files are checked here."""
-    if not any((folder / name).exists() for name in (RECORD, OPTIMIZER, OBJECTS)) and not any(folder.glob("random_rank=*.pt")):
+    if not any(any(folder.glob(name)) for name in (RECORD, OPTIMIZER, OBJECTS, GENERATORS.format(rank="*"))):
         return []
     record = read_record(folder)
     for name in record["files"]:
